@@ -153,15 +153,6 @@ class Attention(nn.Module):
             bias: Added to the scores (B, H, T, S), or None.
             dropout_p: Dropout probability of the attention weights.
         """
-        return self.o(self.heads_output(q, k, v, bias, dropout_p))
-
-    def heads_output(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
-    ) -> Tensor:
-        """Return the output (B, T, H * K) of `attend` before the output projection.
-
-        See `attend` for the arguments.
-        """
         # PyTorch's fused kernel for CPUs is ten times slower at these lengths
         if dropout_p == 0.0 and q.device.type != "cpu":
             mixed = functional.scaled_dot_product_attention(
@@ -172,7 +163,7 @@ class Attention(nn.Module):
             if bias is not None:
                 scores = scores + bias if torch.is_grad_enabled() else scores.add_(bias)
             mixed = dropout(scores.softmax(-1), dropout_p) @ v
-        return mixed.transpose(1, 2).flatten(2)
+        return self.o(mixed.transpose(1, 2).flatten(2))
 
 
 class DenseReluDense(nn.Module):

@@ -62,7 +62,8 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
     ) -> Ranked:
         device = batch.device
         if not len(batch.history):
-            return empty_ranking(k, device)
+            items = torch.zeros((0, k), dtype=torch.long, device=device)
+            return items, items.float()
         # rank as many further items as `unseen` can drop
         max_dropped = batch.history.shape[1] if unseen else 0
         if device.type == "cuda":
@@ -130,12 +131,6 @@ def _search_by_graph(
         items, scores = items[:rows].clone(), scores[:rows].clone()
     check_finite(scores, tail=True)
     return items, scores
-
-
-def empty_ranking(k: int, device: torch.device) -> Ranked:
-    """Return the items and scores, (0, k) both, of an empty batch."""
-    items = torch.zeros((0, k), dtype=torch.long, device=device)
-    return items, torch.zeros((0, k), device=device)
 
 
 def required_history(max_history: int, options: Mapping[str, Any]) -> int:

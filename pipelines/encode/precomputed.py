@@ -87,7 +87,17 @@ def read_precomputed(uri: str, id: str) -> PrecomputedEmbeddings:
             check_plain_types(file.schema_arrow, uri)
             table = file.read()
             ids = table[id].to_pylist()
-            numbers = read_columns(table.drop_columns([id]))
+            columns = table.drop_columns([id]).columns
+            lists = [column for column in columns if pa.types.is_nested(column.type)]
+            if lists:
+                (column,) = lists
+                widths = pc.unique(pc.list_value_length(column)).to_pylist()
+                if len(widths) != 1:
+                    raise ValueError(f"lists of {widths} numbers")
+                flat = column.combine_chunks().flatten().to_numpy()
+                numbers = flat.reshape(len(column), -1)
+            else:
+                numbers = np.stack([column.to_numpy() for column in columns], 1)
         with np.errstate(over="ignore"):
             vectors = numbers.astype(np.float32)
         if numbers.dtype.kind not in "fiu" or vectors.ndim != 2 or not vectors.size:
@@ -98,19 +108,16 @@ def read_precomputed(uri: str, id: str) -> PrecomputedEmbeddings:
         raise UserError(
             f"{uri} is no matrix of numbers with an id per row ({one_line(error)})"
         ) from error
-    is_usable = has_finite_distances(vectors)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squared_norms = np.square(vectors, dtype=np.float32).sum(1, dtype=np.float32)
+        # the squared distance of two vectors is at most four times the larger norm
+        is_usable = np.isfinite(4 * squared_norms)
     if not is_usable.all():
         row = int(np.argmin(is_usable))
         raise UserError(
             f"{uri} has numbers that are not finite or over {LARGEST_NUMBER:g}, first "
             f"in row {row} (id {ids[row]!r})"
         )
-    row_of_id = _index_ids(uri, ids)
-    return PrecomputedEmbeddings(uri, row_of_id, vectors, digest.hexdigest())
-
-
-def _index_ids(uri: str, ids: list[object]) -> dict[str, int]:
-    """Return the row of each item id."""
     row_of_id: dict[str, int] = {}
     for row, raw_id in enumerate(ids):
         item_id = clean_id(str(raw_id))
@@ -121,17 +128,7 @@ def _index_ids(uri: str, ids: list[object]) -> dict[str, int]:
             raise UserError(
                 f"{uri} has the item {item_id!r} twice, in rows {first_row} and {row}"
             )
-    return row_of_id
-
-
-def has_finite_distances(vectors: np.ndarray) -> np.ndarray:
-    """Return a mask (rows,) of vectors (rows, width) whose distances fit float32.
-
-    The squared distance of two vectors is at most four times the larger squared norm.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        squared_norms = np.square(vectors, dtype=np.float32).sum(1, dtype=np.float32)
-        return np.isfinite(4 * squared_norms)
+    return PrecomputedEmbeddings(uri, row_of_id, vectors, digest.hexdigest())
 
 
 def read_bytes(uri: str) -> bytes:
@@ -139,25 +136,3 @@ def read_bytes(uri: str) -> bytes:
     filesystem, path = open_uri(uri)
     with storage_errors(uri), filesystem.open_input_file(path) as file:
         return bytes(file.read())
-
-
-def read_columns(columns: pa.Table) -> np.ndarray:
-    """Return the numbers (rows, width) of the only list column, or of all columns."""
-    lists = [column for column in columns.columns if is_list(column.type)]
-    if not lists:
-        numbers = [column.to_numpy() for column in columns.columns]
-        return np.stack(numbers, 1)
-    (column,) = lists
-    widths = pc.unique(pc.list_value_length(column)).to_pylist()
-    if len(widths) != 1:
-        raise ValueError(f"lists of {widths} numbers")
-    return column.combine_chunks().flatten().to_numpy().reshape(len(column), -1)
-
-
-def is_list(dtype: pa.DataType) -> bool:
-    """Return whether a type is a list of any kind, fixed-size lists included."""
-    return (
-        pa.types.is_list(dtype)
-        or pa.types.is_large_list(dtype)
-        or pa.types.is_fixed_size_list(dtype)
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -126,31 +126,26 @@ def _train_task(
     num_threads: int,
 ) -> Iterator[str | TrainedCodes]:
     """Train a tokenizer: yield messages, then the codes of all items."""
-    with _num_threads(num_threads), matmul_precision("highest"):
-        vectors = torch.tensor(
-            embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
-        )
-        items = None if fit_items is None else torch.tensor(fit_items)
-        quantized = yield from tokenizer.fit(vectors, items)
-        measures = {
-            "reconstruction_error": quantized.reconstruction_error,
-            "quantization_error": quantization_error(quantized),
-            **quantized.measures,
-        }
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with matmul_precision("highest"):
+            vectors = torch.tensor(
+                embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
+            )
+            items = None if fit_items is None else torch.tensor(fit_items)
+            quantized = yield from tokenizer.fit(vectors, items)
+            error = quantization_error(quantized)
+    finally:
+        torch.set_num_threads(previous_threads)
+    measures = {
+        "reconstruction_error": quantized.reconstruction_error,
+        "quantization_error": error,
+        **quantized.measures,
+    }
     stored = {**tokenizer.arrays, "codebooks": quantized.codebooks}
     arrays = {name: array.numpy() for name, array in stored.items()}
     yield TrainedCodes(quantized.codes.numpy(), arrays, measures)
-
-
-@contextmanager
-def _num_threads(count: int) -> Iterator[None]:
-    """Set the number of PyTorch threads within the context."""
-    previous_count = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous_count)
 
 
 MAX_STARTS = 3

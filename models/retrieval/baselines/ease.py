@@ -31,7 +31,7 @@ from torch import Tensor
 
 from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.interactions import (
-    history_indicators,
+    history_counts,
     interaction_matrix,
     item_counts,
     popular_below_zero,
@@ -109,7 +109,8 @@ class EASE(RetrievalModel):
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return items and scores, (B, k) both, by the linear model."""
         # (B, M): 1 for the items of the history
-        indicators = history_indicators(batch, len(self.counts))[:, self.items]
+        counts = history_counts(batch, len(self.counts))[:, self.items]
+        indicators = (counts > 0).float()
         linear_scores = indicators @ self.weights
         # items that B does not cover are below all linear scores
         lowest = linear_scores.amin(1, keepdim=True).clamp(max=0)

@@ -44,23 +44,11 @@ def item_counts(matrix: csr_array) -> Tensor:
 
 def history_counts(batch: HistoryBatch, num_items: int) -> Tensor:
     """Return the number of occurrences (B, N) of items in histories, float32."""
-    return _scatter_history(batch, num_items, accumulate=True)
-
-
-def history_indicators(batch: HistoryBatch, num_items: int) -> Tensor:
-    """Return a float32 matrix (B, N), 1 for items in the history and 0 for others."""
-    return _scatter_history(batch, num_items, accumulate=False)
-
-
-def _scatter_history(batch: HistoryBatch, num_items: int, accumulate: bool) -> Tensor:
     items = real_items(batch, num_items)
     ones = torch.ones(items.shape, device=items.device)
-    table = ones.new_zeros((len(items), num_items + 1))  # the last column is padding
-    if accumulate:
-        table.scatter_add_(1, items, ones)
-    else:
-        table.scatter_(1, items, ones)
-    return table[:, :num_items]
+    # the last column is padding
+    counts = ones.new_zeros((len(items), num_items + 1)).scatter_add_(1, items, ones)
+    return counts[:, :num_items]
 
 
 def real_items(batch: HistoryBatch, num_items: int) -> Tensor:

@@ -128,7 +128,9 @@ class ItemKNN(RetrievalModel):
         num_items = len(self.counts)
         items = real_items(batch, num_items)  # (B, T), `num_items` at padding
         index = items.clamp(max=num_items - 1)
-        is_counted = is_last_occurrence(items) & (items < num_items)
+        is_equal = items[:, :, None] == items[:, None, :]
+        # (B, T): the last occurrence of each item
+        is_counted = ~is_equal.triu(1).any(2) & (items < num_items)
         similarity = self.similarity[index] * is_counted[..., None]  # (B, T, K)
         # the padding -1 becomes N, one column past the items
         neighbours = self.neighbours[index].long() % (num_items + 1)
@@ -137,12 +139,6 @@ class ItemKNN(RetrievalModel):
         scores = scores[:, :num_items]
         popular = popular_below_zero(self.counts)
         return best_allowed(torch.where(scores == 0, popular, scores), k, batch)
-
-
-def is_last_occurrence(items: Tensor) -> Tensor:
-    """Return a mask (B, T) of the last occurrence of each item of `items` (B, T)."""
-    equal = items[:, :, None] == items[:, None, :]
-    return ~equal.triu(1).any(2)
 
 
 def weight_counts(matrix: csr_array, weights: str) -> csr_array:
@@ -188,10 +184,10 @@ def nearest_items(
     similarity = np.zeros((num_items, neighbours), np.float32)
     norm = np.sqrt((weighted**2).sum(axis=0))
     by_item = csr_array(weighted.T)  # (N, U)
-    for first, end in item_blocks(by_item, weighted):
-        products = csr_array(by_item[first:end] @ weighted)  # (end - first, N)
+    for begin, end in item_blocks(by_item, weighted):
+        products = csr_array(by_item[begin:end] @ weighted)  # (end - begin, N)
         # one entry per pair of items with a common user
-        item = np.repeat(np.arange(first, end), np.diff(products.indptr))
+        item = np.repeat(np.arange(begin, end), np.diff(products.indptr))
         other = products.indices.astype(np.int64)
         cosine = products.data / (norm[item] * norm[other] + shrinkage)
         is_pair = (cosine > 0) & (item != other)
@@ -199,22 +195,14 @@ def nearest_items(
         other = other[is_pair]
         cosine = cosine[is_pair]
         order = np.lexsort((other, -cosine, item))
-        rank = rank_in_run(item[order])
+        item_of_rank = item[order]
+        first = np.searchsorted(item_of_rank, item_of_rank)
+        rank = np.arange(len(order)) - first  # within the neighbours of its item
         order = order[rank < neighbours]
         rank = rank[rank < neighbours]
         items[item[order], rank] = other[order]
         similarity[item[order], rank] = cosine[order]
     return items, similarity
-
-
-def rank_in_run(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index of each value within its run of equal values.
-
-    Args:
-        values: (n,) ascending values.
-    """
-    first_of_run = np.searchsorted(values, values)
-    return np.arange(len(values)) - first_of_run
 
 
 def item_blocks(by_item: csr_array, weighted: csr_array) -> Iterator[tuple[int, int]]:

@@ -205,18 +205,14 @@ class LcRec(Retriever):
         for task in tasks:
             words = encode_prompt(tokenizer, task)
             prompts[task] = torch.tensor(words["before"]), torch.tensor(words["after"])
-        self.set_texts(Texts(tokens, lengths, prompts, tokenizer.end))
+        device = self.tokens.items.device
+        self._texts = Texts(
+            tokens.to(device), lengths.to(device), prompts, tokenizer.end
+        )
         return [
             f"tasks: next, and {', '.join(tasks)} on the text column '{config.title}' "
             "of the items"
         ]
-
-    def set_texts(self, texts: Texts) -> None:
-        """Set the titles for the tasks other than `next`."""
-        device = self.tokens.items.device
-        self._texts = replace(
-            texts, titles=texts.titles.to(device), lengths=texts.lengths.to(device)
-        )
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the mean over rows of each row's `response_loss`.

@@ -15,30 +15,6 @@ from torch.nn import functional
 from core.errors import UserError
 
 
-def check_codes(codes: Tensor, codebook_sizes: tuple[int, ...]) -> None:
-    """Check that a trie can be built from the codes of items.
-
-    Args:
-        codes: (N, C) codes of the items.
-        codebook_sizes: Number of codes per level.
-    """
-    items, levels = codes.shape
-    if not items:
-        raise UserError("there are 0 items and a trie needs at least 1")
-    if levels != len(codebook_sizes):
-        raise ValueError(
-            f"codes have {levels} levels and there are {len(codebook_sizes)} codebooks"
-        )
-    for level, size in enumerate(codebook_sizes):
-        level_codes = codes[:, level]
-        outside = level_codes[(level_codes < 0) | (level_codes >= size)]
-        if len(outside):
-            raise UserError(
-                f"code {int(outside[0])} at level {level} is outside of its "
-                f"codebook of {size}"
-            )
-
-
 class Trie(nn.Module):
     """The codes of all items as a trie, in buffers that are not saved with a model.
 
@@ -58,8 +34,16 @@ class Trie(nn.Module):
         """
         super().__init__()
         codes = codes.long().cpu()
-        check_codes(codes, codebook_sizes)
         items, levels = codes.shape
+        if not items:
+            raise UserError("there are 0 items and a trie needs at least 1")
+        is_outside = (codes < 0) | (codes >= torch.tensor(codebook_sizes))
+        if is_outside.any():
+            item, level = is_outside.nonzero()[0].tolist()
+            raise UserError(
+                f"code {int(codes[item, level])} at level {level} is outside of its "
+                f"codebook of {codebook_sizes[level]}"
+            )
         self.codebook_sizes = codebook_sizes
         self.edges: list[int] = []
         """Number of edges per level, which is the number of distinct prefixes."""

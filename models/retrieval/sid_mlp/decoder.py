@@ -72,10 +72,6 @@ class SidMlpConfig(StudentConfig):
                 f"attention_width {self.attention_width} does not divide by "
                 f"attention_heads {self.attention_heads}"
             )
-        self._check_ablations()
-
-    def _check_ablations(self) -> None:
-        """Raise a ValueError if options of ablations exclude each other."""
         if self.shared_head and self.prefix != "sum":
             raise ValueError("shared_head needs the same input per level")
         if self.readout == "mean" and not self.context_ffn:
@@ -242,7 +238,10 @@ class SidMlpDecoder(Decoder):
         if config.embeddings == "random":
             self.embeddings = nn.Embedding(self.tokens.vocabulary, dim)
         self.readout = self._make_readout(dim)
-        self.heads = self._make_heads(dim)
+        if config.shared_head:
+            self.heads = nn.ModuleList([self._make_head(0, dim)] * self.tokens.levels)
+        else:
+            self.heads = self._make_per_level(lambda level: self._make_head(level, dim))
 
     def _make_readout(self, dim: int) -> nn.Module:
         """Return the readout, or a list of one readout per level for `per_digit`."""
@@ -254,12 +253,6 @@ class SidMlpDecoder(Decoder):
         return self._make_per_level(
             lambda level: Readout(config, dim, prefix_width=level * dim)
         )
-
-    def _make_heads(self, dim: int) -> nn.ModuleList:
-        """Return the head f_t of each level, L times the same with `shared_head`."""
-        if self.config.shared_head:
-            return nn.ModuleList([self._make_head(0, dim)] * self.tokens.levels)
-        return self._make_per_level(lambda level: self._make_head(level, dim))
 
     def _make_head(self, level: int, dim: int) -> nn.Sequential:
         """Return the head of a level for z and embeddings of width `dim`."""

@@ -231,25 +231,15 @@ class MlpBackbone(Backbone):
         ]
         for layer in self.layers:
             mean = layout.mean(states)
-            mlps = cast(nn.ModuleList, layer)
-            updates = self._updates(mlps, states, mean, layout.owners)
+            mlps = list(cast(nn.ModuleList, layer))
+            if self.shared:
+                lengths = [len(x) for x in states]
+                update = mlps[0](torch.cat(states), mean, torch.cat(layout.owners))
+                updates = update.split(lengths)
+            else:
+                roles = zip(mlps, states, layout.owners, strict=True)
+                updates = [mlp(x, mean, owner) for mlp, x, owner in roles]
             states = [x + update for x, update in zip(states, updates, strict=True)]
         normed = [self.norm(x) for x in states]
         padded = layout.scatter_to_positions(normed, 2 + self.tokens.levels * items)
         return History(padded, self.tokens.lengths(batch))
-
-    def _updates(
-        self,
-        layer: nn.ModuleList,
-        states: list[Tensor],
-        mean: Tensor,
-        owners: list[Tensor],
-    ) -> list[Tensor]:
-        """Return F_role([x; g]) for the states (n, D) of each role."""
-        if self.shared:
-            update = layer[0](torch.cat(states), mean, torch.cat(owners))
-            return list(update.split([x.shape[0] for x in states]))
-        return [
-            mlp(x, mean, owner)
-            for mlp, x, owner in zip(layer, states, owners, strict=True)
-        ]

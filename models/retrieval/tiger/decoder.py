@@ -238,49 +238,37 @@ class SharedKV:
         x = functional.embedding(tokens, decoder.embedding.weight)  # (N, D)
         for block in range(len(self.codes)):
             if decoder.has_attention:
-                x = self._self_attention(block, x, tokens, level)
+                if block == 0:
+                    q = functional.embedding(tokens, decoder.first_q)
+                    kv = functional.embedding(tokens, decoder.first_kv)
+                else:
+                    normed = decoder.normalize(x)
+                    q, kv = decoder.q[block](normed), decoder.kv[block](normed)
+                codes = [*self.codes[block], kv]
+                if level < self.tokens.levels - 1:
+                    self.codes[block] = codes
+                bias = self.bias[:, level, : level + 1]
+                x = decoder.o[block](self._attend_to_codes(q, codes, bias), add=x)
             if decoder.has_cross_attention:
-                x = self._cross_attention(block, x.unflatten(0, shape)).flatten(0, 1)
+                keys, values = self.cross[block]
+                x = x.unflatten(0, shape)  # (B, W, D)
+                scores = decoder.normalize(x) @ keys.transpose(1, 2)
+                scores = scores.unflatten(-1, (decoder.heads, -1))  # (B, W, H, S)
+                if self.padding is not None:
+                    scores = scores.add_(self.padding)
+                x = (x + scores.softmax(-1).flatten(2) @ values).flatten(0, 1)
             inner = decoder.wi[block](decoder.normalize(x), relu=True)
             x = decoder.wo[block](inner, add=x)
         logits = decoder.logits(decoder.normalize(x))  # (N, V)
-        return self._normalize_level(logits, level).unflatten(0, shape)
-
-    def _self_attention(
-        self, block: int, x: Tensor, tokens: Tensor, level: int
-    ) -> Tensor:
-        """Return `x` (N, D) plus the self-attention of the last tokens (N,)."""
-        decoder = self.decoder
-        if block == 0:
-            q = functional.embedding(tokens, decoder.first_q)
-            kv = functional.embedding(tokens, decoder.first_kv)
-        else:
-            normed = decoder.normalize(x)
-            q, kv = decoder.q[block](normed), decoder.kv[block](normed)
-        codes = [*self.codes[block], kv]
-        if level < self.tokens.levels - 1:
-            self.codes[block] = codes
-        bias = self.bias[:, level, : level + 1]
-        return decoder.o[block](self._attend_to_codes(q, codes, bias), add=x)
-
-    def _cross_attention(self, block: int, x: Tensor) -> Tensor:
-        """Return `x` (B, W, D) plus its cross-attention to the history."""
-        keys, values = self.cross[block]
-        scores = self.decoder.normalize(x) @ keys.transpose(1, 2)
-        scores = scores.unflatten(-1, (self.decoder.heads, -1))  # (B, W, H, S)
-        if self.padding is not None:
-            scores = scores.add_(self.padding)
-        return x + scores.softmax(-1).flatten(2) @ values
-
-    def _normalize_level(self, logits: Tensor, level: int) -> Tensor:
-        """Return the log-probabilities (N, C_level) of logits (N, V)."""
-        first, size = self.tokens.first[level], self.tokens.sizes[level]
+        codebook = self.tokens.first[level], self.tokens.sizes[level]
         if not self.vocabulary:
-            return logits.narrow(1, first, size).float().log_softmax(1)
-        if kernels.ready(logits):
-            return kernels.log_softmax_part(logits, first, size)
-        logits = logits.float()
-        return logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)
+            log_probs = logits.narrow(1, *codebook).float().log_softmax(1)
+        elif kernels.ready(logits):
+            log_probs = kernels.log_softmax_part(logits, *codebook)
+        else:
+            logits = logits.float()
+            log_probs = logits.narrow(1, *codebook) - logits.logsumexp(1, keepdim=True)
+        return log_probs.unflatten(0, shape)
 
     def _attend_to_codes(self, q: Tensor, codes: list[Tensor], bias: Tensor) -> Tensor:
         """Attend from the newest code of each beam to all codes of the beam."""
