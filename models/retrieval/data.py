@@ -231,14 +231,28 @@ class RetrievalDataset(RequestDataset):
             self.columns = add_next_requests(self.columns)
         columns = self.columns
         self.request_offsets = lengths_to_offsets(columns["requests_per_user"])
-        requests = self._select_requests()
+        if self.split == "next":
+            requests = np.arange(len(columns["history_end"]))
+        else:
+            requests = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
+        if self.split == "train" and self.new_examples:
+            is_new = self.new_examples.mask(columns["request_time"][requests])
+            requests = requests[is_new]
         end = columns["history_end"][requests]
         is_example = (end > 0) | (self.unit == "behaviour")
         self.skipped_users = find_rows(self.request_offsets, requests[~is_example])
         self.requests = narrow_indices(requests[is_example])
         end = end[is_example]
         user_row = narrow_indices(find_rows(self.request_offsets, self.requests))
-        first = self._window_starts(user_row, end)
+        first = np.arange(len(user_row))  # request at which each example begins
+        if self.unit == "user" and len(user_row):
+            first_of_user = run_starts(user_row)
+            requests_per_user = np.diff(np.append(first_of_user, len(user_row)))
+            # (m,) longest history of the request's user
+            longest = np.repeat(max_per_run(end, first_of_user), requests_per_user)
+            stride = max(1, self.max_history // 2)
+            window = np.where(longest <= self.max_history, 0, (longest - end) // stride)
+            first = run_starts(user_row, window)
         self.num_requests = self.num_learned = len(self.requests)
         self.num_without_history = int((end == 0).sum())
         self.user = user_row[first]
@@ -248,32 +262,6 @@ class RetrievalDataset(RequestDataset):
         length_type = np.min_scalar_type(-1 - self.max_history)
         self.lengths = np.minimum(self.end, self.max_history).astype(length_type)
         self.weights = np.ones(len(first), np.int8)
-
-    def _select_requests(self) -> NDArray[np.int64]:
-        """Return the indices of the split's requests in the columns, ascending."""
-        columns = self.columns
-        if self.split == "next":
-            return np.arange(len(columns["history_end"]))
-        requests = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
-        if self.split == "train" and self.new_examples:
-            requests = requests[
-                self.new_examples.mask(columns["request_time"][requests])
-            ]
-        return requests
-
-    def _window_starts(
-        self, user_row: NDArray[np.integer], end: NDArray[np.int32]
-    ) -> NDArray[np.int64]:
-        """Return the indices of the requests at which an example begins."""
-        if self.unit != "user" or len(user_row) == 0:
-            return np.arange(len(user_row))
-        first_of_user = run_starts(user_row)
-        requests_per_user = np.diff(np.append(first_of_user, len(user_row)))
-        # (m,) longest history of the request's user
-        longest = np.repeat(max_per_run(end, first_of_user), requests_per_user)
-        stride = max(1, self.max_history // 2)
-        window = np.where(longest <= self.max_history, 0, (longest - end) // stride)
-        return run_starts(user_row, window)
 
     @property
     def targets(self) -> NDArray[np.int32]:

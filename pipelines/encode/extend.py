@@ -226,6 +226,7 @@ def extend(
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
     """
+    started = time.monotonic()
     paths = replace(paths, output=absolute(paths.output))
     old_paths = replace(paths, output=absolute(old_output))
     is_in_place = paths.output == old_paths.output
@@ -247,73 +248,60 @@ def extend(
             raise UserError(f"{paths.output} holds other SIDs", "settings")
         old_trie = open_table(old_paths.trie, TrieInfo)
         trie = old_trie if is_in_place else find_table(paths.trie, TrieInfo)
-        if sids is None or not is_current:
-            sids = _write_extended(paths, old_paths, old, tokenizer, source, say)
-        elif trie and trie.inputs == {"sids": sids.hash}:
-            return sids, trie, False
+        if sids and is_current:
+            if trie and trie.inputs == {"sids": sids.hash}:
+                return sids, trie, False
+            return sids, write_trie(paths.trie, sids, old_trie.ancestry), True
+        embeddings = extend_embeddings(
+            paths.items, paths.embeddings, old_paths.embeddings, old.rows, source, say
+        )
+        arrays = read_quantizer(old_paths.quantizer)
+        if not is_in_place:
+            write_quantizer(
+                paths.quantizer, arrays, config=old.config, inputs=old.inputs
+            )
+        codebooks = arrays["codebooks"]
+        sizes = old.info.codebook_sizes
+        num_levels = len(codebooks)
+        num_old = old.rows
+        tokenizer.arrays = {
+            name: torch.from_numpy(array) for name, array in arrays.items()
+        }
+        latents, nearest_codes = tokenizer.assign(
+            torch.from_numpy(read_embeddings(embeddings))
+        )
+        vectors, nearest = latents.numpy(), nearest_codes.numpy()
+        old_codes = read_codes(old)
+        new_codes = psid.extend_codes(
+            vectors[num_old:].astype(np.float64),
+            nearest[num_old:],
+            old_codes,
+            codebooks.astype(np.float64),
+            sizes[num_levels:],
+        )
+        codes = np.concatenate([old_codes, new_codes])
+        quantized = codes[:, :num_levels]  # without conflict levels
+        num_fit = old.info.fitted_items or num_old
+        measures = {
+            **old.info.measures,
+            **measure_collisions(quantized),
+            "levels": measure_levels(quantized, sizes[:num_levels]),
+        }
+        drift = measure_drift(vectors, quantized, nearest, codebooks, num_fit)
+        items_hash = embeddings.inputs["items"]
+        sids = write_sids(
+            paths.sids,
+            codes,
+            config=old.config,
+            inputs={"items": items_hash, "embeddings": embeddings.hash},
+            info=replace(
+                old.info,
+                items_hash=items_hash,
+                measures=measures,
+                fitted_items=num_fit,
+                drift=drift,
+            ),
+            timings={"tokenize_s": round(time.monotonic() - started, 2)},
+            extends=old.ancestry,
+        )
         return sids, write_trie(paths.trie, sids, old_trie.ancestry), True
-
-
-def _write_extended(
-    paths: TokenizerPaths,
-    old_paths: TokenizerPaths,
-    old: Table[SidsInfo],
-    tokenizer: Tokenizer,
-    source: EmbeddingSource,
-    say: Say,
-) -> Table[SidsInfo]:
-    """Write the tables `embeddings`, `quantizer` and `sids` of old and new items."""
-    started = time.monotonic()
-    embeddings = extend_embeddings(
-        paths.items,
-        paths.embeddings,
-        old_paths.embeddings,
-        old.rows,
-        source,
-        say,
-    )
-    arrays = read_quantizer(old_paths.quantizer)
-    if paths.output != old_paths.output:
-        write_quantizer(paths.quantizer, arrays, config=old.config, inputs=old.inputs)
-    codebooks = arrays["codebooks"]
-    sizes = old.info.codebook_sizes
-    num_levels = len(codebooks)
-    num_old = old.rows
-    tokenizer.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    latents, nearest_codes = tokenizer.assign(
-        torch.from_numpy(read_embeddings(embeddings))
-    )
-    vectors, nearest = latents.numpy(), nearest_codes.numpy()
-    old_codes = read_codes(old)
-    new_codes = psid.extend_codes(
-        vectors[num_old:].astype(np.float64),
-        nearest[num_old:],
-        old_codes,
-        codebooks.astype(np.float64),
-        sizes[num_levels:],
-    )
-    codes = np.concatenate([old_codes, new_codes])
-    quantized = codes[:, :num_levels]  # without conflict levels
-    num_fit = old.info.fitted_items or num_old
-    measures = {
-        **old.info.measures,
-        **measure_collisions(quantized),
-        "levels": measure_levels(quantized, sizes[:num_levels]),
-    }
-    drift = measure_drift(vectors, quantized, nearest, codebooks, num_fit)
-    items_hash = embeddings.inputs["items"]
-    return write_sids(
-        paths.sids,
-        codes,
-        config=old.config,
-        inputs={"items": items_hash, "embeddings": embeddings.hash},
-        info=replace(
-            old.info,
-            items_hash=items_hash,
-            measures=measures,
-            fitted_items=num_fit,
-            drift=drift,
-        ),
-        timings={"tokenize_s": round(time.monotonic() - started, 2)},
-        extends=old.ancestry,
-    )

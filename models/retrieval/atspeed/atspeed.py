@@ -304,7 +304,16 @@ class AtSpeed(Student):
         scores: Scores | None = None,
         seed: int | None = None,
     ) -> SpeculativeResult:
-        """Search speculatively; `recommend` documents the arguments.
+        """Search speculatively. Arguments that are None default to the config.
+
+        Args:
+            batch: Histories of B requests.
+            k: Number of items to return.
+            beam: Number of beams of the target.
+            draft_beam: Number of beams drafted per step.
+            draft_steps: Most steps drafted per verification.
+            scores: Codes that log-probabilities are normalised over.
+            seed: Seed of the samples; AtSpeed-R only.
 
         Returns:
             Items and scores, and counts of target passes, drafted steps and accepted
@@ -344,34 +353,21 @@ class AtSpeed(Student):
         return result
 
     @recommender
-    def recommend(  # type: ignore[override]  # no search without the trie
-        self,
-        batch: HistoryBatch,
-        k: int,
-        beam: int | None = None,
-        draft_beam: int | None = None,
-        draft_steps: int | None = None,
-        scores: Scores | None = None,
-        seed: int | None = None,
+    def recommend(
+        self, batch: HistoryBatch, k: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Rank items by the target's log-probability of their codes.
-
-        Arguments that are None default to the config.
 
         Args:
             batch: Histories of B requests.
             k: Number of items to return.
-            beam: Number of beams of the target.
-            draft_beam: Number of beams drafted per step.
-            draft_steps: Most steps drafted per verification.
-            scores: Codes that log-probabilities are normalised over.
-            seed: Seed of the samples; AtSpeed-R only.
+            options: Options of `speculate`.
 
         Returns:
             Items and scores, (B, k) both, best first. If fewer than k items are found,
             the tail is item -1 with score -inf.
         """
-        result = self.speculate(batch, k, beam, draft_beam, draft_steps, scores, seed)
+        result = self.speculate(batch, k, **options)
         return result.items, result.scores
 
     def measure(

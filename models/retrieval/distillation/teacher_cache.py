@@ -42,7 +42,6 @@ from core.files import LOCK, hold_lock, join
 from core.ragged import find_sorted, lengths_to_offsets, pad_indices
 from core.tables import (
     Part,
-    Table,
     TableInfo,
     commit,
     fingerprint,
@@ -213,7 +212,20 @@ def cache_teacher_outputs(
         if train.world > 1:
             dist.barrier()
         table = open_table(uri, StatesInfo)
-        tables[output.name] = _open(table, int(output.config["width"]))
+        width = int(output.config["width"])
+
+        def decode(part: pa.Table, width: int = width) -> Columns:
+            lists = part["states"].combine_chunks()
+            return {
+                "request": part["request"].to_numpy(),
+                "length": pc.list_value_length(lists).to_numpy() // width,
+                "states": lists.flatten().to_numpy().reshape(-1, width),
+            }
+
+        columns = open_columns(table, "teacher_states", None, decode, width)
+        tables[output.name] = CachedStates(
+            columns["request"], columns["length"], columns["states"]
+        )
         size = sum(part.bytes for part in table.files) / 2**20
         messages.append(
             f"teacher cache: {output.name} states of "
@@ -247,18 +259,6 @@ def _write_parts(
     return parts
 
 
-def _open(states: Table[StatesInfo], width: int) -> CachedStates:
-    """Open a table of vectors of a width."""
-    columns = open_columns(
-        states,
-        "teacher_states",
-        None,
-        lambda table: _decode_states(table, width),
-        width,
-    )
-    return CachedStates(columns["request"], columns["length"], columns["states"])
-
-
 def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table:
     """Return rows of the cache."""
     is_real = real_positions(lengths, states.shape[1])
@@ -274,11 +274,3 @@ def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table
         offsets.astype(np.int32), pa.array(values.flatten().numpy())
     )
     return pa.Table.from_arrays([pa.array(request.numpy()), lists], schema=SCHEMA)
-
-
-def _decode_states(table: pa.Table, width: int) -> Columns:
-    """Decode one part of the cache."""
-    lists = table["states"].combine_chunks()
-    values = lists.flatten().to_numpy().reshape(-1, width)
-    length = pc.list_value_length(lists).to_numpy() // width
-    return {"request": table["request"].to_numpy(), "length": length, "states": values}
