@@ -137,8 +137,8 @@ def run(config: Config) -> None:
     """Make semantic IDs, and print their quality and the next command."""
     start_s = time.monotonic()
     cli.say_loading("torch", "ray")
-    from pipelines.encode.embed import EmbeddingSource
     from pipelines.encode.extend import describe_drift, extend
+    from pipelines.encode.texts import EmbeddingSource
     from pipelines.encode.tokenize import TokenizerPaths, tokenize
 
     def say(message: str) -> None:

@@ -15,7 +15,7 @@ from models import registry
 ROOT = Path(__file__).parents[1]
 PROBES = {
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
-    "pipelines/encode/embed.py": "configs of Hugging Face",
+    "pipelines/encode/texts.py": "configs of Hugging Face",
     "models/text/pretrained.py": "modules of Hugging Face",
     "models/text/text_encoder.py": "modules of Hugging Face",
     "models/search/hllm.py": "configs of Hugging Face",

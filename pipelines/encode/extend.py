@@ -43,7 +43,7 @@ from models.retrieval.tokenizers.codes import (
     measure_levels,
 )
 from models.retrieval.tokenizers.tokenizer import Tokenizer
-from pipelines.encode.embed import (
+from pipelines.encode.texts import (
     EmbeddingSource,
     Projection,
     Say,

@@ -57,7 +57,7 @@ from models.retrieval.tokenizers.published import catalogue_codes, read_publishe
 from models.retrieval.tokenizers.rqkmeans import quantization_error
 from models.retrieval.tokenizers.tokenizer import Tokenizer
 from pipelines import cluster
-from pipelines.encode.embed import (
+from pipelines.encode.texts import (
     EmbeddingSource,
     Say,
     embed_items,

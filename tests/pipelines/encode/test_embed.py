@@ -22,9 +22,9 @@ from transformers import (
 from core.errors import UserError
 from models.text import pretrained
 from models.text.text_encoder import TextEncoder
-from pipelines.encode import embed
+from pipelines.encode import texts as embed
 from pipelines.encode.config import EmbedConfig
-from pipelines.encode.embed import (
+from pipelines.encode.texts import (
     encode_texts,
     encoder_version,
     fit_pca,

@@ -24,9 +24,9 @@ from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
 from models.retrieval.tokenizers.tokenizer import Published
 from pipelines.encode.config import EmbedConfig
-from pipelines.encode.embed import EmbeddingSource
 from pipelines.encode.extend import describe_drift, extend
 from pipelines.encode.precomputed import read_precomputed
+from pipelines.encode.texts import EmbeddingSource
 from pipelines.encode.tokenize import TokenizerPaths, read_codes, tokenize
 from tests.fixtures.commands import read_table
 from tests.fixtures.item_tables import append_items, read_vectors, write_items

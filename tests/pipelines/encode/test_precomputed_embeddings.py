@@ -13,9 +13,9 @@ import pytest
 from core.errors import UserError
 from core.tables import Table, read_manifest
 from jobs import cli, tokenize
-from pipelines.encode import embed
-from pipelines.encode.embed import EmbeddingSource, embed_items
+from pipelines.encode import texts as embed
 from pipelines.encode.precomputed import read_precomputed
+from pipelines.encode.texts import EmbeddingSource, embed_items
 from tests.fixtures.item_tables import read_vectors, write_items
 
 IDS = [f"i{n:04d}" for n in (3, 0, 9, 1, 2)]

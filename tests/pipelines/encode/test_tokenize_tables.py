@@ -25,7 +25,7 @@ from models.retrieval.tokenizers.tokenizer import (
     Training,
 )
 from pipelines.encode.config import EmbedConfig
-from pipelines.encode.embed import EmbeddingSource
+from pipelines.encode.texts import EmbeddingSource
 from pipelines.encode.tokenize import (
     TokenizerPaths,
     find_train_items,
