@@ -299,7 +299,7 @@ def test_an_encoding_that_is_up_to_date_is_not_repeated(
         name: manifest.hash for name, manifest in encoded.manifests.items()
     }
     assert lines[-4:] == [
-        f"{name}: up to date" for name in ("items", "queries", "tokens", "pairs")
+        f"{name}: up to date" for name in ("items", "queries", "pairs", "tokens")
     ]
 
 
