@@ -233,10 +233,6 @@ class Block(nn.Module):
         """Feed-forward sub-layer of the block."""
         return cast(DenseReluDense, self.layer[-1].get_submodule("DenseReluDense"))
 
-    def norm(self, index: int, x: Tensor) -> Tensor:
-        """Normalise `x` for the sub-layer `index`."""
-        return self.get_norm(index)(x)
-
     def get_norm(self, index: int) -> Norm:
         """Return the norm of the sub-layer `index`."""
         return cast(Norm, self.layer[index].get_submodule("layer_norm"))
@@ -273,15 +269,15 @@ class Block(nn.Module):
             padding: Padding mask of `states`, added to the scores of cross-attention.
         """
         if self.has_attention:
-            q, k, v = self.attention.project(self.norm(0, x), "qkv")
+            q, k, v = self.attention.project(self.get_norm(0)(x), "qkv")
             x = x + dropout(self.attention.attend(q, k, v, bias, dropout_p), dropout_p)
         if self.has_cross_attention and states is not None:
-            (q,) = self.cross_attention.project(self.norm(1, x), "q")
+            (q,) = self.cross_attention.project(self.get_norm(1)(x), "q")
             k, v = self.cross_attention.project(states, "kv")
             x = x + dropout(
                 self.cross_attention.attend(q, k, v, padding, dropout_p), dropout_p
             )
-        return x + dropout(self.feedforward(self.norm(-1, x), dropout_p), dropout_p)
+        return x + dropout(self.feedforward(self.get_norm(-1)(x), dropout_p), dropout_p)
 
 
 class Stack(nn.Module):

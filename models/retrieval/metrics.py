@@ -134,23 +134,6 @@ def measure_ranking(
     by_user: int = 0,
     shown: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the metric sums of a ranking.
-
-    Args:
-        items: Ranked items (B, K).
-        batch: Requests with their targets.
-        by_user: As in `ranking_sums`.
-        shown: As in `count_shown`; None to not count.
-    """
-    if shown is not None:
-        count_shown(shown, items)
-    # on the CPU, so that the many sums do not wait for a GPU one by one
-    return ranking_sums(items.cpu(), batch.to("cpu"), by_user)
-
-
-def ranking_sums(
-    items: Tensor, batch: RequestBatch, by_user: int = 0
-) -> dict[str, Any]:
     """Sum metrics over all requests, and over first-time requests (`FIRST_PREFIX`).
 
     Args:
@@ -158,7 +141,12 @@ def ranking_sums(
         batch: Requests with their targets.
         by_user: Also return recall@10 and ndcg@10 of every `by_user`-th user; 0 for
             none.
+        shown: As in `count_shown`; None to not count.
     """
+    if shown is not None:
+        count_shown(shown, items)
+    # on the CPU, so that the many sums do not wait for a GPU one by one
+    items, batch = items.cpu(), batch.to("cpu")
     target, is_first = batch.target, batch.repeats == 0
     sums: dict[str, Any] = metric_sums(items, target)
     for name, value in metric_sums(items[is_first], target[is_first]).items():

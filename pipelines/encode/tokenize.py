@@ -45,7 +45,7 @@ from core.tables import (
     writing,
 )
 from models.cpu.matmul import matmul_precision
-from models.retrieval.data import RetrievalDataset
+from models.retrieval import data
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers.codes import (
     MAX_CONFLICT_CODES,
@@ -104,7 +104,7 @@ class TokenizerPaths:
 
 def find_train_items(sequences: Table[RetrievalInfo]) -> np.ndarray:
     """Return the items (n,) of training requests and their histories, ascending."""
-    return RetrievalDataset.load(sequences, "train").visited_items()
+    return data.RetrievalDataset.load(sequences, "train").visited_items()
 
 
 @dataclass(frozen=True)
@@ -271,10 +271,7 @@ def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Table[SidsInfo]:
 
 def read_codes(sids: Table[SidsInfo]) -> np.ndarray:
     """Read the codes of the `sids` table as (N, C) int64, ordered by item_index."""
-    table = sids.read()
-    codes = table["codes"].combine_chunks()
-    matrix = codes.flatten().to_numpy().reshape(len(codes), -1).astype(np.int64)
-    return matrix[np.argsort(table["item_index"].to_numpy())]
+    return data.read_codes(sids.read()).numpy()
 
 
 def write_trie(

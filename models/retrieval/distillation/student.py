@@ -264,19 +264,6 @@ class Student(TaughtModel, Retriever):
         return history
 
     @torch.no_grad()
-    def teacher_hidden(self, batch: RequestBatch, history: History) -> Tensor:
-        """Return the teacher's states (B, L, N) before each code of the targets.
-
-        The teacher's logits are computed from them.
-
-        Args:
-            batch: Requests with their targets.
-            history: The student's states of the histories.
-        """
-        codes = self.tokens.codes(batch.target)
-        return self.teacher.decoder.hidden(self.teacher_history(batch, history), codes)
-
-    @torch.no_grad()
     def teacher_logits(self, batch: RequestBatch, history: History) -> list[Tensor]:
         """Return the teacher's logits (B, O_l) of each level that the student decodes.
 
@@ -287,9 +274,13 @@ class Student(TaughtModel, Retriever):
             batch: Requests with their targets.
             history: The student's states of the histories.
         """
-        cached = self.teacher_outputs("decoder", batch)
-        hidden = cached.states if cached else self.teacher_hidden(batch, history)
         teacher = self.teacher.decoder
+        cached = self.teacher_outputs("decoder", batch)
+        if cached:
+            hidden = cached.states
+        else:
+            history = self.teacher_history(batch, history)
+            hidden = teacher.hidden(history, self.tokens.codes(batch.target))
         logits = teacher.logits(hidden)
         restricted = []
         for level in range(self.decoder.first_level, self.tokens.levels):

@@ -113,51 +113,25 @@ class CrossAttention(nn.Module):
     def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
         """Return the output (B, W, D) of queries that attend to states.
 
-        Scores are scaled by 1 / sqrt(K). With one query per user, `attend_once`
-        computes the same output without keys and values.
+        With states X, q (X Wk)' = (q Wk') X' and p (X Wv) = (p X) Wv: the projections
+        of keys and values are applied to one vector per query and head instead of all
+        states. Scores are scaled by 1 / sqrt(K).
 
         Args:
             query: (B, W, D) queries.
             states: (B, S, D) states.
             padding: (B, 1, 1, S) padding mask to add to scores, or None.
         """
-        if query.shape[1] == 1:
-            return self.attend_once(query[:, 0], states, padding).unsqueeze(1)
-        q = self._split_heads(self.q(query))  # (B, H, W, K)
-        k = self._split_heads(self.k(states))  # (B, H, S, K)
-        v = self._split_heads(self.v(states))
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if padding is not None:
-            scores = scores + padding
-        mixed = self.dropout(scores.softmax(-1)) @ v
-        return self.o(mixed.transpose(1, 2).flatten(2))
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """Split the heads of `x` (B, W, H * K): return (B, H, W, K)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def attend_once(
-        self, query: Tensor, states: Tensor, padding: Tensor | None
-    ) -> Tensor:
-        """Return the output (B, D) of one query (B, D) per user.
-
-        With states X, q (X Wk)' = (q Wk') X' and p (X Wv) = (p X) Wv: the projections
-        of keys and values are applied to one vector per head instead of all states.
-
-        Args:
-            query: (B, D) queries.
-            states: (B, S, D) states X.
-            padding: Added to the scores, -inf at padding; None without padding.
-        """
         k = self.k.weight.unflatten(0, (self.heads, -1))  # (H, K, D)
         v = self.v.weight.unflatten(0, (self.heads, -1))
-        q = self.q(query).unflatten(1, (self.heads, -1))  # (B, H, K)
-        keyed = torch.einsum("bhk,hkd->bhd", q, k)
-        scores = keyed @ states.transpose(1, 2) * k.shape[1] ** -0.5  # (B, H, S)
+        q = self.q(query).unflatten(-1, (self.heads, -1))  # (B, W, H, K)
+        keyed = torch.einsum("bwhk,hkd->bwhd", q, k).flatten(1, 2)  # (B, W * H, D)
+        scores = keyed @ states.transpose(1, 2) * k.shape[1] ** -0.5  # (B, W * H, S)
         if padding is not None:
             scores = scores + padding[:, 0]
-        mixed = self.dropout(scores.softmax(-1)) @ states  # (B, H, D)
-        return self.o(torch.einsum("bhd,hkd->bhk", mixed, v).flatten(1))
+        mixed = self.dropout(scores.softmax(-1)) @ states  # (B, W * H, D)
+        mixed = mixed.unflatten(1, (-1, self.heads))
+        return self.o(torch.einsum("bwhd,hkd->bwhk", mixed, v).flatten(2))
 
 
 class Readout(nn.Module):

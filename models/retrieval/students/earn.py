@@ -123,12 +123,12 @@ def run_at_positions(
         dropout_p: Probability of dropout.
     """
     index = positions.unsqueeze(-1)
-    normed = block.norm(0, x)
+    normed = block.get_norm(0)(x)
     (q,) = block.attention.project(normed.take_along_dim(index, 1), "q")
     k, v = block.attention.project(normed, "kv")
     attended = block.attention.attend(q, k, v, bias, dropout_p)
     x = x.take_along_dim(index, 1) + dropout(attended, dropout_p)
-    return x + dropout(block.feedforward(block.norm(-1, x), dropout_p), dropout_p)
+    return x + dropout(block.feedforward(block.get_norm(-1)(x), dropout_p), dropout_p)
 
 
 class Earn(Joint):
