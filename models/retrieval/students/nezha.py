@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from pydantic import PositiveFloat
@@ -43,7 +43,9 @@ from models.retrieval.students.joint import Joint, JointConfig
 from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
 from models.retrieval.tiger.tiger import Tiger
 
-PARAMETER_PREFIXES = {
+Part = Literal["head", "embedding", "transition"]
+
+PARAMETER_PREFIXES: dict[Part, tuple[str, ...]] = {
     "head": ("decoder.heads",),
     "embedding": ("backbone.embedding", "backbone.extra"),
     "transition": ("decoder.transition",),
@@ -55,18 +57,9 @@ PARAMETER_PREFIXES = {
 class NezhaConfig(JointConfig):
     """Options of NEZHA on TIGER; sizes are the teacher's."""
 
-    rates: dict[str, PositiveFloat] = field(default_factory=dict)
+    rates: dict[Part, PositiveFloat] = field(default_factory=dict)
     """Learning rates of head, embedding and transition as multiples of fit.lr; 1 for
     parts that are not named."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for part in self.rates:
-            if part not in PARAMETER_PREFIXES:
-                raise ValueError(
-                    f"rates has the unknown part '{part}'; the parts are "
-                    f"{', '.join(PARAMETER_PREFIXES)}"
-                )
 
     def lr_multipliers(self) -> dict[str, float]:
         """Return the `rates` by prefix of parameter names."""
