@@ -69,6 +69,7 @@ class SidMlp(Student):
         if (
             constrained is False
             or not self.supports_fast_search()
+            or list(self.trie.codebook_sizes) != self.tokens.sizes
             or not kernels.ready(history.states)
         ):
             return super().search(history, k, beam, scores, constrained, allowed)
