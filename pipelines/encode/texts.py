@@ -907,8 +907,8 @@ def _write_pairs(
     all_pairs = pa.table([items_of_keys, queries_of_keys], names=PAIR)
     blocks = [all_pairs.slice(first, size) for first in range(0, len(keys), size)]
     say(f"pairs: {len(keys):,} distinct in {pluralize(len(blocks), 'part')}")
-    shared = {name: ray.put(value) for name, value in texts.items()}
-    shared["encoder"] = ray.put(encoder)
+    values: dict[str, Any] = {**texts, "encoder": encoder}
+    shared = {name: ray.put(value) for name, value in values.items()}
     results = run_in_actors(
         blocks,
         PairEncoder,

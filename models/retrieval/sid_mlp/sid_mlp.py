@@ -12,10 +12,10 @@ Shapes: `B` requests.
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from models.cpu import kernels
@@ -106,17 +106,17 @@ class FoldedHeads:
     def __init__(self, decoder: SidMlpDecoder) -> None:
         tokens, embedding = decoder.tokens, decoder.embedding()
         dim = embedding.shape[1]
-        heads = [cast(nn.Sequential, head) for head in decoder.heads]
-        first_layers = [cast(nn.Linear, head[0]) for head in heads]
-        weights = [layer.weight[:, :dim] for layer in first_layers]
+        # linear layer, norm, activation, dropout and output layer of each head
+        heads: Any = list(decoder.heads)
+        weights = [head[0].weight[:, :dim] for head in heads]
         self.z_weight = torch.cat(weights)  # (L * N, D)
-        self.z_bias = torch.cat([layer.bias for layer in first_layers])
+        self.z_bias = torch.cat([head[0].bias for head in heads])
         codes = [
             embedding.narrow(0, first, size)
             for first, size in zip(tokens.first, tokens.sizes, strict=True)
         ]
         # the argument `heads` of `kernels.beam_search`
-        self.levels = []
+        self.levels: list[tuple[Tensor, ...]] = []
         for level, (layer, norm, *_, output) in enumerate(heads):
             parts = layer.weight.split(dim, 1)[1:]
             # (C_0 + ... + C_(l-1), N): contribution of each earlier code
@@ -126,4 +126,4 @@ class FoldedHeads:
             for weight in weights:
                 check_finite(weight)
             self.levels.append(tuple(weights))
-        self.epsilon = heads[0][1].eps
+        self.epsilon: float = heads[0][1].eps
