@@ -25,11 +25,11 @@ from core.files import open_uri, write_file
 from core.options import STRICT, Folder, as_base, build, check_keys, merge
 from jobs import cli
 from pipelines.prepare.kinds.registry import KINDS
+from pipelines.prepare.kinds.resolve import resolve_config
 from pipelines.prepare.prepare import Existing, prepare
-from pipelines.prepare.prepare_config import PrepareConfig
 from pipelines.prepare.reading.log import load_source
 from pipelines.prepare.reading.unread import describe_unread
-from pipelines.prepare.settings import resolve_config
+from pipelines.prepare.settings.config import PrepareConfig
 from pipelines.prepare.suggest.preview import lines, preview, warnings
 from pipelines.prepare.suggest.suggest import suggest
 from pipelines.start import start_ray
@@ -136,11 +136,9 @@ def describe_statistics(statistics: dict[str, Any], kind: str) -> list[str]:
     users = pluralize(statistics["users"], "user")
     items = pluralize(statistics["items"], "item")
     interactions = pluralize(statistics["interactions"], "interaction")
-    sparsity = ""
-    if "sparsity" in statistics:
-        sparsity = f"sparsity {statistics['sparsity']:.2%}, "
     described = [
-        f"{users}, {items}, {interactions}; {sparsity}mean length "
+        f"{users}, {items}, {interactions}; sparsity "
+        f"{statistics['sparsity']:.2%}, mean length "
         f"{statistics['mean_length']:.2f}; "
         f"requests: {_join_counts(statistics['requests'])}"
     ]

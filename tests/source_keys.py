@@ -18,12 +18,12 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from pipelines.prepare.kinds.actions.config import ActionsConfig, Counts, Input, Task
-from pipelines.prepare.kinds.search.config import SearchConfig
-from pipelines.prepare.prepare_config import PrepareConfig
 from pipelines.prepare.reading.log import History, Label, Log, Section
 from pipelines.prepare.reading.times import Time
-from pipelines.prepare.sequences.splits import SplitConfig
+from pipelines.prepare.settings.actions import ActionsConfig, Counts, Input, Task
+from pipelines.prepare.settings.config import PrepareConfig
+from pipelines.prepare.settings.search import SearchConfig
+from pipelines.prepare.settings.split import SplitConfig
 
 BEGIN = "<!-- {}: written by `python -m tests.source_keys jobs/configs/sources/README.md` -->"
 END = "<!-- end of {} -->"

@@ -25,7 +25,7 @@ PROBES = {
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
     "core/options.py": "dataclasses that pydantic has not made",
     "core/tables.py": "infos, which may have no version of their own",
-    "pipelines/prepare/notices.py": "infos of sequences, of which two layouts count ties",
+    "pipelines/prepare/kinds/summary.py": "infos of sequences, of which two layouts count ties",
     "pipelines/prepare/run.py": "infos of tables, of which some have stamps of files",
 }
 """Modules that probe objects for attributes, and the objects."""

@@ -176,8 +176,8 @@ class Executor:
 
     Args:
         settings: Settings of Ray Data.
-        in_process: Run everything in threads of this process, without Ray. Small logs
-            take less time than Ray needs to start.
+        in_process: Run everything in threads of this process, without Ray: faster for a
+            log that fits into memory.
         share_workers: Run all tasks in the same worker processes. By default Ray Data
             starts separate processes for its shuffle.
         start: Starts Ray; called once, before Ray is first used.
@@ -282,17 +282,13 @@ class Executor:
             max_tasks = min(max_tasks, by_memory)
         return max(1, max_tasks)
 
-    def exchange(self, exchange: Exchange, in_process: bool = False) -> Iterator[Any]:
+    def exchange(self, exchange: Exchange) -> Iterator[Any]:
         """Shuffle rows into partitions, and run a kernel on each partition.
-
-        Args:
-            exchange: Reads, partitions and kernel.
-            in_process: Run this exchange in threads of this process, without Ray.
 
         Yields:
             The results of the kernel and the summaries of the reads, in any order.
         """
-        if self.in_process or in_process:
+        if self.in_process:
             yield from _exchange_in_process(exchange)
             return
         self._start_ray()

@@ -10,10 +10,12 @@ with the missing tables, and a finished run does nothing.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal
 
+import psutil
 from pyarrow import fs
 
 from core.errors import UserError
@@ -28,15 +30,16 @@ from pipelines.prepare.events.build_events import (
 from pipelines.prepare.executor import Executor
 from pipelines.prepare.items.catalogue import copy_items, make_items
 from pipelines.prepare.kinds.registry import KINDS
-from pipelines.prepare.notices import collect_warnings
-from pipelines.prepare.prepare_config import PrepareConfig
+from pipelines.prepare.kinds.resolve import resolve_config
+from pipelines.prepare.kinds.search.counts_as_of import make_counts
+from pipelines.prepare.kinds.summary import collect_warnings, summarise
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.unread import describe_unread
 from pipelines.prepare.run import OutputTables, Report, Run
 from pipelines.prepare.sequences.as_of import PREFIX
+from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
-from pipelines.prepare.settings import resolve_config
-from pipelines.prepare.statistics import summarise
+from pipelines.prepare.settings.config import PrepareConfig
 
 STATISTICS = "statistics.json"
 """Name of the file that a run writes last."""
@@ -47,9 +50,8 @@ TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
 MAX_SHARED_PARTITIONS = 64
 """Number of partitions (2 GiB of text) up to which all tasks share worker processes."""
 
-MAX_APPENDED_PARTITIONS = 4
-"""Number of partitions up to which this process appends without Ray: a partition takes
-about a second, less than Ray needs to start."""
+MEMORY_PER_PARTITION = 128 << 20
+"""Bytes of memory that this process needs per partition of 32 MiB of text."""
 
 
 Existing = Literal["continue", "overwrite", "append"]
@@ -68,7 +70,9 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the tables of a raw log to `output_uri`.
 
-    A small log is processed in this process. A larger log needs a running Ray.
+    A log that fits into half of the free memory is processed in this process, unless
+    RAY_ADDRESS names a cluster or the settings a number of partitions. Other logs are
+    processed on Ray Data.
 
     Args:
         source: Mapping of the raw log.
@@ -101,11 +105,12 @@ def prepare(
             if catalogue is None:
                 files += source.item_files(input_uri)
             partitions = count_partitions([join(input_uri, file) for file in files])
-        # a small log is processed in this process
-        max_in_process = MAX_APPENDED_PARTITIONS if extends else 1
+        free = psutil.virtual_memory().available
+        fits = partitions * MEMORY_PER_PARTITION <= free / 2
+        names_cluster = config.partitions or os.environ.get("RAY_ADDRESS")
         executor = Executor(
             config.ray_data,
-            in_process=not config.partitions and partitions <= max_in_process,
+            in_process=fits and not names_cluster,
             share_workers=partitions <= MAX_SHARED_PARTITIONS,
             start=start,
         )
@@ -131,13 +136,13 @@ def prepare(
             items = make_items(run, events, load_stats, split)
         else:
             items = copy_items(run, events, load_stats, catalogue, split)
-        sequences = kind.make_sequences(run, events, items, split)
+        sequences = make_sequences(run, kind, events, items, split)
         tables.put_in_place()
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(output_uri, STATISTICS), content.encode())
         if config.counts_as_of is not None:
-            kind.make_counts(run, events, items, config.counts_as_of)
+            make_counts(run, events, items, config.counts_as_of)
             tables.put_in_place()
     for line in collect_warnings(events, items, sequences):
         report(line)

@@ -24,11 +24,10 @@ from core.tables import (
     read_manifest,
     replace_tables,
 )
-from pipelines.prepare.events.columns import Vocabulary
-from pipelines.prepare.executor import Executor, Shared
-from pipelines.prepare.prepare_config import PrepareConfig
+from pipelines.prepare.executor import Executor
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.rows import RejectCounts
+from pipelines.prepare.settings.config import PrepareConfig
 
 Report = Callable[[str], None]
 """Prints a line that a user reads."""
@@ -109,26 +108,6 @@ class OutputTables:
     def current(self, name: str) -> Table:
         """Return a pending or committed table."""
         return self.pending.get(name) or self.existing[name]
-
-    def read_vocabulary(self, name: str, column: str) -> Shared:
-        """Store the vocabulary of a column in Ray's object store.
-
-        Args:
-            name: Name of the table.
-            column: Column of unique ids. The index of an id is its row number.
-
-        Returns:
-            A `Vocabulary`, or a reference to it.
-        """
-        ids = pa.array([], pa.large_string())
-        if self.current(name).files:
-            ids = self.current(name).read([column])[column].cast("large_string")
-            ids = ids.combine_chunks()
-        return self.executor.put(Vocabulary.from_ids(ids))
-
-    def read_catalogue(self) -> Shared:
-        """Store the vocabulary from item ids to `item_index` in Ray's object store."""
-        return self.read_vocabulary("items", "item_id")
 
     def commit(
         self,

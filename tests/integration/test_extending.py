@@ -97,31 +97,19 @@ KIND = '''
 """The smallest kind: a behaviour asks for itself where its item is not the last of its history."""
 
 
-import numpy as np
+import polars as pl
 
-from pipelines.prepare.kinds.retrieval.kind import Retrieval
-from pipelines.prepare.kinds.retrieval.sequences import RetrievalBuilder, RetrievalStep
-from pipelines.prepare.sequences.builder import make_sequences
+from pipelines.prepare.kinds.retrieval.sequences import RetrievalBuilder
 
 
-class ChangesBuilder(RetrievalBuilder):
-    def form_requests(self, part, behaviours, count):
-        requests = super().form_requests(part, behaviours, count)
-        user, item = part.user[requests.row], part.item[requests.row]
-        is_change = np.ones(len(user), dtype=bool)
-        is_change[1:] = (user[1:] != user[:-1]) | (item[1:] != item[:-1])
-        return requests.select(is_change)
-
-
-class ChangesStep(RetrievalStep):
-    builder_class = ChangesBuilder
-
-
-class Changes(Retrieval):
+class Changes(RetrievalBuilder):
     name = "changes"
 
-    def make_sequences(self, run, events, items, split):
-        return make_sequences(ChangesStep(run, events, items, split, as_of={}))
+    def form_requests(self, events, behaviours, count):
+        requests = super().form_requests(events, behaviours, count)
+        item = pl.col("candidates").list.first()
+        is_change = (item != item.shift(1).over("user")).fill_null(True)
+        return requests.filter(is_change)
 '''
 
 KIND_AUDIT = '''
@@ -181,10 +169,10 @@ def add_kind(copy: Path) -> None:
     """Add a kind of request and a model of the kind to a copy of the project."""
     (copy / "pipelines/prepare/changes.py").write_text(KIND.lstrip())
     kinds = copy / "pipelines/prepare/kinds/registry.py"
-    insert_after(kinds, "for kind in (Retrieval(), Search(), Actions()", ", Changes()")
+    insert_after(kinds, "(RetrievalBuilder, SearchBuilder, ActionsBuilder", ", Changes")
     insert_after(
         kinds,
-        "from pipelines.prepare.kinds.kind import Kind\n",
+        "from __future__ import annotations\n\n",
         "from pipelines.prepare.changes import Changes\n",
     )
     (copy / "pipelines/prepare/audit/changes.py").write_text(KIND_AUDIT.lstrip())

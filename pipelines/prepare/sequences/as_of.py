@@ -3,8 +3,6 @@
 `python -m jobs.prepare` makes a table `as_of_NAME` for each section that a source file
 declares in `as_of`, sorted by id and time. Requests and behaviours of `sequences` take
 their values from it. Each task has the whole table in memory.
-
-Shapes: E events, R rows of a table, T distinct times in it.
 """
 
 from __future__ import annotations
@@ -15,19 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError
 from core.schemas import AsOfFeatures, AsOfInfo
 from core.tables import Part, Table, write_part
-from pipelines.prepare.events.columns import (
-    Vocabulary,
-    dictionary_column,
-    encode_ids,
-    sorted_unique,
-)
 from pipelines.prepare.executor import Shared
 from pipelines.prepare.reading.log import Section
 from pipelines.prepare.reading.rows import RejectCounts, check_missing, common_missing
@@ -116,61 +107,14 @@ def _write_table(
 
 @dataclass(frozen=True)
 class AsOfTable:
-    """A table of features with times, indexed for lookups.
-
-    Rows are sorted by one int64 that combines id and time, so a lookup is a binary
-    search.
-    """
+    """A table of features with times, which is joined to events."""
 
     name: str
     """Name of the table."""
     key: str
     """Column of events with the ids, `item_id` or `user_id`."""
-    ids: Vocabulary
-    """Indices of the ids."""
-    times: np.ndarray
-    """(T,) distinct times in ms, ascending."""
-    sort_key: np.ndarray
-    """(R,) ascending: index of the id * (T + 1) + rank of the time in `times`."""
-    features: pa.Table
-    """Features of the R rows."""
-
-    @classmethod
-    def from_rows(cls, name: str, rows: pa.Table, key: str) -> AsOfTable:
-        """Build the index.
-
-        Args:
-            name: Name of the table.
-            rows: Rows sorted by `key` and `timestamp_ms`.
-            key: Column of the ids.
-        """
-        rows = rows.combine_chunks()
-        # rows are sorted by id, so codes ascend
-        ids = rows[key].combine_chunks().dictionary_encode()
-        time = rows["timestamp_ms"].to_numpy()
-        times = sorted_unique(time)
-        code = ids.indices.to_numpy().astype(np.int64)
-        sort_key = code * (len(times) + 1) + np.searchsorted(times, time)
-        features = rows.drop_columns([key, "timestamp_ms"])
-        return cls(
-            name, key, Vocabulary.from_ids(ids.dictionary), times, sort_key, features
-        )
-
-    def latest_rows(self, events: pa.Table, at: np.ndarray) -> np.ndarray:
-        """Return the latest earlier row (E,) of each event's id, or -1.
-
-        Args:
-            events: Rows of `read_part`.
-            at: Times (E,) in ms; rows at this time or later are not returned.
-        """
-        code = encode_ids(dictionary_column(events, self.key), self.ids).astype(
-            np.int64
-        )
-        first_key = code * (len(self.times) + 1)
-        end_key = first_key + np.searchsorted(self.times, at)
-        row = np.searchsorted(self.sort_key, end_key) - 1
-        has_row = (code >= 0) & (row >= 0) & (self.sort_key[row] >= first_key)
-        return np.where(has_row, row, -1)
+    rows: pa.Table
+    """Columns `key`, `timestamp_ms` and the features, sorted by key and time."""
 
 
 def share_items(run: Run, columns: list[str]) -> list[Shared]:
@@ -183,16 +127,15 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
     if not columns:
         return []
     items = run.tables.current("items").read(["item_id", *columns])
-    items = items.sort_by("item_id")
     time = pa.repeat(pa.scalar(BEFORE_ALL_MS, pa.int64()), len(items))
-    items = items.append_column("timestamp_ms", time)
-    return [run.executor.put(AsOfTable.from_rows("items", items, "item_id"))]
+    items = items.add_column(1, "timestamp_ms", time)
+    return [run.executor.put(AsOfTable("items", "item_id", items))]
 
 
 def share_as_of(run: Run, tables: dict[str, Table[AsOfInfo]]) -> list[Shared]:
     """Store these tables for all tasks."""
     return [
-        run.executor.put(AsOfTable.from_rows(name, table.read(), table.info.key))
+        run.executor.put(AsOfTable(name, table.info.key, table.read()))
         for name, table in tables.items()
     ]
 
@@ -208,23 +151,34 @@ def as_of_info(tables: dict[str, Table[AsOfInfo]]) -> dict[str, AsOfFeatures]:
 
 
 def join_as_of(
-    events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable], count: Counter[str]
-) -> pa.Table:
-    """Join the features of tables to events.
+    events: pl.DataFrame, tables: Iterable[AsOfTable], count: Counter[str]
+) -> pl.DataFrame:
+    """Join the features of the latest row of each table strictly before `as_of`.
 
     Args:
-        events: Rows of `read_part`.
-        at: Times (E,) in ms as of which features are taken.
+        events: Events with ids and the column `as_of`, a time in ms.
         tables: Tables to join.
         count: Counter that the numbers of events without an earlier row, whose features
             are null, are added to, by table, in place.
     """
     for table in tables:
-        row = table.latest_rows(events, at)
-        count[f"nothing_of_{table.name}"] += int((row < 0).sum())
-        features = table.features.take(pa.array(row, mask=row < 0))
-        for name in features.column_names:
-            events = events.append_column(name, features[name])
+        rows = pl.DataFrame(pl.from_arrow(table.rows)).rename({"timestamp_ms": "since"})
+        points = events.select(pl.col(table.key).cast(pl.String), "as_of")
+        joined = (
+            points.with_row_index("row")
+            .sort("as_of")
+            .join_asof(
+                rows.with_columns(is_found=True),
+                left_on="as_of",
+                right_on="since",
+                by=table.key,
+                allow_exact_matches=False,
+                check_sortedness=False,
+            )
+            .sort("row")
+        )
+        count[f"nothing_of_{table.name}"] += joined["is_found"].null_count()
+        events = events.hstack(joined.select(rows.columns[2:]))
     return events
 
 

@@ -5,12 +5,11 @@ items, queries or authors.
 
 `python -m jobs.prepare` computes them for kinds of request with counted features.
 Events of all users count, so events are exchanged to the bucket of their key, and the
-counts back to the part of the event (`count_in_buckets`). A bucket is counted by one
-vectorised kernel: a sort, running sums, and a binary search per window. Its cost is
-O(E log E), whatever the lengths of the windows. Counts are integers; `features.py` of a
-kind turns them into the features that models read.
+features of the key back to the part of the event (`count_in_buckets`). A bucket is
+counted by one vectorised kernel: a sort, running sums, and a binary search per window.
+Its cost is O(E log E), whatever the lengths of the windows.
 
-Shapes: E events, W windows, M counted labels.
+Shapes: E events, W windows, M counted labels, F features.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
-from pipelines.prepare.events.columns import sorted_unique
-from pipelines.prepare.executor import KEY, Call, Exchange, Executor, fetch
+from pipelines.prepare.executor import KEY, Call, Exchange, Executor
+from pipelines.prepare.sequences.lookups import Lookups
 
 ROWS_PER_BUCKET = 2_000_000
 """Mean number of rows per bucket, which take a few hundred MB. All events of one key
@@ -42,8 +42,7 @@ NO_KIND = -1
 part without any key is built too."""
 
 Columns = dict[str, np.ndarray]
-"""Arrays (n,) or (n, ...) of some rows of a part, by name; `row` (n,) int32 is their
-row number in the part."""
+"""Arrays (n,) or (n, ...) of some rows of a part, by name."""
 
 
 def window_counts(
@@ -52,7 +51,7 @@ def window_counts(
     counted_labels: np.ndarray,
     windows_ms: list[int],
     delay_ms: int,
-    as_of: np.ndarray | None = None,
+    as_of: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count the labels of each event's key in [t - window, t - delay).
 
@@ -64,7 +63,7 @@ def window_counts(
         counted_labels: Integers (E, M) to sum.
         windows_ms: Lengths (W,) of the windows in ms.
         delay_ms: Time in ms until a logged event is available.
-        as_of: Times t (E,) in ms; by default the times of the events.
+        as_of: Times t (E,) in ms.
 
     Returns:
         The counts (E, W, M) int32, and the gap (E,) int64: ms from the key's latest
@@ -79,9 +78,7 @@ def window_counts(
     code = np.unique(key, return_inverse=True)[1].astype(np.int64)
     times, rank = np.unique(time, return_inverse=True)
     # distinct times t, and the index (E,) of each event's time t
-    as_of_times, as_of_index = times, rank
-    if as_of is not None:
-        as_of_times, as_of_index = np.unique(as_of, return_inverse=True)
+    as_of_times, as_of_index = np.unique(as_of, return_inverse=True)
     sort_key = code * (len(times) + 1) + rank
     order = np.argsort(sort_key)
     sort_key = sort_key[order]
@@ -107,78 +104,84 @@ def window_counts(
     return counts, gap
 
 
-def smooth_rates(
-    counts: np.ndarray, exposures: np.ndarray, prior: float, strength: float
+def count_features(
+    counts: np.ndarray, num_rates: int, prior: float, strength: float
 ) -> np.ndarray:
-    """Return smoothed rates: (counts + prior * strength) / (exposures + strength)."""
-    return (counts + prior * strength) / (exposures + strength)
+    """Return the features (E, F) of counts (E, W, M), of which the first is exposures.
 
-
-def stack_columns(columns: list[np.ndarray]) -> np.ndarray:
-    """Stack F arrays (E,) of any numeric type to an (E, F) float32 array."""
-    stacked = np.empty((len(columns[0]), len(columns)), np.float32)
-    for index, column in enumerate(columns):
-        stacked[:, index] = column
-    return stacked
+    Per window they are log(1 + count) of each label, then the rates of the first
+    `num_rates` labels after the exposures, smoothed to (count + prior * strength) /
+    (exposures + strength).
+    """
+    counts = counts.astype(np.float64)
+    rates = counts[:, :, 1 : 1 + num_rates] + prior * strength
+    rates /= counts[:, :, :1] + strength
+    values = np.concatenate([np.log1p(counts), rates], axis=2)
+    return values.reshape(len(counts), -1)
 
 
 class KeyCounter(ABC):
-    """Counts of one kind of request, by one or more kinds of key."""
+    """Counted features of one kind of request, by one or more kinds of key."""
 
-    shapes: list[dict[str, tuple[int, ...]]]
-    """For each kind of key the names of its counts, and their shapes per event. Counts
-    are int32, except an int64 `gap`."""
+    @property
+    @abstractmethod
+    def names(self) -> list[list[str]]:
+        """Names of the features of each kind of key."""
+
+    @property
+    @abstractmethod
+    def never(self) -> dict[str, float]:
+        """Features of a key without events, by name."""
 
     @abstractmethod
-    def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
+    def read_keys(
+        self, uri: str, lookups: Lookups
+    ) -> tuple[list[np.ndarray], pl.DataFrame]:
         """Read the keys of a part's events, and the columns to count from.
 
         Args:
             uri: File of the events part.
-            *shared: Lookup tables of the kind.
+            lookups: Lookups without references.
 
         Returns:
             For each kind of key the key (E,) of each event as an integer, negative for
-            events without a key, and the columns (E, ...) that `count` reads.
+            events without a key, and the columns that `compute` reads.
         """
 
     @abstractmethod
-    def count(self, kind_index: int, rows: Columns) -> Columns:
-        """Count the events of some keys of one kind.
+    def compute(self, kind_index: int, rows: Columns) -> np.ndarray:
+        """Count the events of some keys of one kind, and return their features.
 
         Args:
-            kind_index: Index of the kind of key in `shapes`.
+            kind_index: Index of the kind of key in `names`.
             rows: Columns of `read_keys`, of all events with these keys.
 
         Returns:
-            The counts (n, ...) by name, shaped as in `shapes[kind_index]`.
+            The features (n, F) in the order of `names[kind_index]`.
         """
 
+    def gather(
+        self, rows: pa.Table | None, num_events: int, names: list[str]
+    ) -> np.ndarray:
+        """Return the features (E, F) of a part's events from the buckets of their keys.
 
-def gather_counts(
-    counter: KeyCounter, num_events: int, pieces: list[Columns]
-) -> Columns:
-    """Assemble the counts of a part's events from the counts of its kinds of key.
-
-    Args:
-        counter: Names and shapes of the counts.
-        num_events: Number of events of the part.
-        pieces: Counts of some rows of the part each.
-
-    Returns:
-        The counts (E, ...) by name; 0, or NO_GAP, for events without a key.
-    """
-    counts: Columns = {}
-    for shapes in counter.shapes:
-        for name, shape in shapes.items():
-            if name == "gap":
-                counts[name] = np.full(num_events, NO_GAP, dtype=np.int64)
-            else:
-                counts[name] = np.zeros((num_events, *shape), np.int32)
-    for piece in pieces:
-        for name in piece.keys() - {"row"}:
-            counts[name][piece["row"]] = piece[name]
-    return counts
+        Args:
+            rows: Results of `_count_rows` for the part; None without events.
+            num_events: Number of events of the part.
+            names: Names of the features, in the order of the columns to return.
+        """
+        never = [self.never[name] for name in names]
+        features = np.tile(np.array(never, np.float32), (num_events, 1))
+        if rows is None:
+            return features
+        counted = pl.DataFrame(pl.from_arrow(rows))
+        for kind_index, kind_names in enumerate(self.names):
+            piece = counted.filter(kind_index=kind_index)
+            values = piece["features"].explode().to_numpy()
+            columns = [names.index(name) for name in kind_names]
+            row = piece["row"].to_numpy()[:, None]
+            features[row, columns] = values.reshape(-1, len(columns))
+        return features
 
 
 def count_in_buckets(
@@ -186,35 +189,39 @@ def count_in_buckets(
     parts: list[str],
     num_events: int,
     counter: KeyCounter,
-    key_lookups: Call,
+    lookups: Lookups,
     build: Callable[..., Any],
     shared: Call = (),
 ) -> Iterator[tuple[int, Any]]:
-    """Count the events of all parts, and build each part with its counts.
+    """Count the events of all parts, and build each part with its features.
 
     Args:
         executor: Runs the exchange.
         parts: Files of the events parts.
         num_events: Number of events of all parts.
         counter: Reads and counts keys.
-        key_lookups: Lookup tables that `counter.read_keys` takes after the file.
-        build: Called as `build(*shared, file, pieces)`, with the `pieces` that
-            `gather_counts` takes.
+        lookups: Shared lookups of `counter.read_keys`.
+        build: Called as `build(*shared, file, rows)`, with the `rows` that
+            `counter.gather` takes.
         shared: First arguments of `build`.
 
     Yields:
         The index of a part and the result of `build`, as parts finish.
     """
+
+    def build_part(*arguments: Any) -> tuple[int, Any]:
+        *values, part, rows = arguments
+        return part, build(*values, parts[part], rows)
+
     num_buckets = choose_num_buckets(num_events, len(parts))
-    kernel = _CountRows(counter)
     exchange = Exchange(
-        read=_ScatterRows(counter, parts, key_lookups, num_buckets),
+        read=partial(_scatter_rows, counter, parts, lookups, num_buckets),
         num_reads=len(parts),
-        kernel=_BuildPart(build, parts, kernel),
+        kernel=build_part,
         num_partitions=len(parts),
         shared=shared,
-        first_kernel=kernel,
-        num_first_partitions=len(counter.shapes) * num_buckets,
+        first_kernel=partial(_count_rows, counter),
+        num_first_partitions=len(counter.names) * num_buckets,
     )
     return executor.exchange(exchange)
 
@@ -224,10 +231,10 @@ def export_counts(
     parts: list[str],
     num_events: int,
     counter: KeyCounter,
-    key_lookups: Call,
+    lookups: Lookups,
     write: Callable[..., Any],
     shared: Call = (),
-) -> Iterator[tuple[int, Any]]:
+) -> list[Any]:
     """Exchange the events of all parts to the buckets of their keys, and write buckets.
 
     Args:
@@ -235,24 +242,28 @@ def export_counts(
         parts: Files of the events parts.
         num_events: Number of events of all parts.
         counter: Reads keys.
-        key_lookups: Lookup tables that `counter.read_keys` takes after the file.
-        write: Called as `write(*shared, bucket, rows)`. `to_columns` converts `rows`;
-            its column `kind_index` is the index of the kind of key, or NO_KIND in rows
-            to ignore.
+        lookups: Shared lookups of `counter.read_keys`.
+        write: Called as `write(*shared, frames)` with the frames of `split_by_kind`.
         shared: First arguments of `write`.
 
-    Yields:
-        The index of a bucket and the result of `write`, as buckets finish.
+    Returns:
+        The results of `write` in the order of the buckets.
     """
+
+    def write_bucket(*arguments: Any) -> tuple[int, Any]:
+        *values, bucket, rows = arguments
+        return bucket, write(*values, split_by_kind(rows))
+
     num_buckets = choose_num_buckets(num_events, len(parts))
     exchange = Exchange(
-        read=_ScatterRows(counter, parts, key_lookups, num_buckets),
+        read=partial(_scatter_rows, counter, parts, lookups, num_buckets),
         num_reads=len(parts),
-        kernel=_WriteBucket(write),
-        num_partitions=len(counter.shapes) * num_buckets,
+        kernel=write_bucket,
+        num_partitions=len(counter.names) * num_buckets,
         shared=shared,
     )
-    return executor.exchange(exchange)
+    results = dict(executor.exchange(exchange))
+    return [results[bucket] for bucket in sorted(results)]
 
 
 def choose_num_buckets(num_events: int, num_parts: int) -> int:
@@ -266,164 +277,56 @@ def choose_num_buckets(num_events: int, num_parts: int) -> int:
     return max(math.ceil(num_events / ROWS_PER_BUCKET), min(num_parts, MIN_BUCKETS))
 
 
-@dataclass(frozen=True)
-class _ScatterRows:
-    """Reads the rows of a part, once per kind of key, addressed to their key's bucket.
+def _scatter_rows(
+    counter: KeyCounter,
+    parts: list[str],
+    lookups: Lookups,
+    num_buckets: int,
+    part: int,
+) -> Iterator[pa.Table]:
+    """Yield the rows of a part, once per kind of key, addressed to their key's bucket.
 
     A placeholder row per part makes sure that each part is built.
     """
-
-    counter: KeyCounter
-    parts: list[str]
-    key_lookups: Call
-    num_buckets: int
-    """Number of buckets of each kind of key."""
-
-    def __call__(self, part: int) -> Iterator[pa.Table]:
-        lookups = map(fetch, self.key_lookups)
-        keys, columns = self.counter.read_keys(self.parts[part], *lookups)
-        for kind_index, key in enumerate(keys):
-            rows = np.flatnonzero(key >= 0)
-            bucket = kind_index * self.num_buckets + key[rows] % self.num_buckets
-            values = {name: column[rows] for name, column in columns.items()}
-            yield _address(bucket, part, kind_index, rows, values)
-        placeholder = {
-            name: np.zeros((1, *column.shape[1:]), column.dtype)
-            for name, column in columns.items()
-        }
-        yield _address(np.zeros(1), part, NO_KIND, np.array([-1]), placeholder)
-
-
-def _address(
-    partition: np.ndarray,
-    part: int,
-    kind_index: int,
-    rows: np.ndarray,
-    columns: Columns,
-) -> pa.Table:
-    """Convert columns of a part's rows to a table to exchange."""
-    address: Columns = {
-        KEY: partition.astype(np.int32),
-        "part": np.full(len(rows), part, np.int32),
-        "kind_index": np.full(len(rows), kind_index, np.int8),
-        "row": rows.astype(np.int32),
-    }
-    return to_table({**address, **columns})
-
-
-@dataclass(frozen=True)
-class _CountRows:
-    """Counts the rows of some buckets, and addresses the counts to their parts.
-
-    All exchanged tables have one schema. The counts of a kind of key are
-    flattened and concatenated to the column `flat`, which is as wide as the widest kind
-    needs.
-    """
-
-    counter: KeyCounter
-
-    @property
-    def width(self) -> int:
-        """Width of `flat`."""
-        return max(
-            sum(math.prod(shape) for name, shape in shapes.items() if name != "gap")
-            for shapes in self.counter.shapes
+    keys, columns = counter.read_keys(parts[part], lookups.fetch())
+    columns = columns.with_row_index("row").with_columns(
+        pl.lit(part, pl.Int32).alias("part")
+    )
+    for kind_index, key in enumerate(keys):
+        bucket = (kind_index * num_buckets + key % num_buckets).astype(np.int32)
+        rows = columns.with_columns(
+            pl.Series(KEY, bucket), kind_index=pl.lit(kind_index, pl.Int8)
         )
-
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        tables = []
-        kind_indices = rows["kind_index"].to_numpy()
-        for kind_index in sorted_unique(kind_indices).tolist():
-            columns = to_columns(rows.filter(pa.array(kind_indices == kind_index)))
-            flat = np.zeros((len(columns["row"]), self.width), np.int32)
-            gap = np.zeros(len(columns["row"]), np.int64)
-            if kind_index != NO_KIND:
-                counts = self.counter.count(kind_index, columns)
-                for name, flat_columns in self._slices(kind_index).items():
-                    flat[:, flat_columns] = counts[name].reshape(len(flat), -1)
-                gap = counts.get("gap", gap)
-            results = {name: columns[name] for name in ("part", "kind_index", "row")}
-            results |= {KEY: columns["part"], "flat": flat, "gap": gap}
-            tables.append(to_table(results))
-        return pa.concat_tables(tables)
-
-    def split_by_key(self, rows: pa.Table) -> list[Columns]:
-        """Return the counts of one part for `gather_counts`, one element per kind."""
-        pieces = []
-        kind_indices = rows["kind_index"].to_numpy()
-        for kind_index, shapes in enumerate(self.counter.shapes):
-            columns = to_columns(rows.filter(pa.array(kind_indices == kind_index)))
-            piece = {"row": columns["row"]}
-            for name, flat_columns in self._slices(kind_index).items():
-                flat = columns["flat"][:, flat_columns]
-                piece[name] = flat.reshape(-1, *shapes[name])
-            if "gap" in shapes:
-                piece["gap"] = columns["gap"]
-            pieces.append(piece)
-        return pieces
-
-    def _slices(self, kind_index: int) -> dict[str, slice]:
-        """Return the range of columns of `flat` for each count of a kind of key."""
-        slices: dict[str, slice] = {}
-        begin = 0
-        for name, shape in self.counter.shapes[kind_index].items():
-            if name != "gap":
-                slices[name] = slice(begin, begin + math.prod(shape))
-                begin += math.prod(shape)
-        return slices
+        yield rows.filter(pl.Series(key >= 0)).to_arrow()
+    placeholder = rows.clear(1).with_columns(
+        pl.lit(part, pl.Int32).alias("part"),
+        pl.lit(0, pl.Int32).alias(KEY),
+        kind_index=pl.lit(NO_KIND, pl.Int8),
+    )
+    yield placeholder.to_arrow()
 
 
-@dataclass(frozen=True)
-class _BuildPart:
-    """Calls `build` with the counts of a part."""
-
-    build: Callable[..., Any]
-    parts: list[str]
-    count: _CountRows
-
-    def __call__(self, *arguments: Any) -> tuple[int, Any]:
-        *shared, part, rows = arguments
-        pieces = self.count.split_by_key(rows)
-        return part, self.build(*shared, self.parts[part], pieces)
+def split_by_kind(rows: pa.Table) -> dict[int, pl.DataFrame]:
+    """Return the exchanged rows of each kind of key, by its index."""
+    frame = pl.DataFrame(pl.from_arrow(rows))
+    groups = frame.partition_by("kind_index", as_dict=True, maintain_order=False)
+    return {index: group for (index,), group in sorted(groups.items())}
 
 
-@dataclass(frozen=True)
-class _WriteBucket:
-    """Calls `write` with the rows of a bucket."""
-
-    write: Callable[..., Any]
-
-    def __call__(self, *arguments: Any) -> tuple[int, Any]:
-        *_, bucket, _ = arguments
-        return bucket, self.write(*arguments)
-
-
-def to_table(columns: Columns) -> pa.Table:
-    """Convert arrays (n, ...) to columns: numbers, or fixed-size lists of numbers."""
-    arrays = {}
-    for name, values in columns.items():
-        array = pa.array(values.reshape(-1))
-        if values.ndim > 1:
-            array = pa.FixedSizeListArray.from_arrays(
-                array, math.prod(values.shape[1:])
-            )
-        arrays[name] = array
-    return pa.table(arrays)
+def _count_rows(counter: KeyCounter, rows: pa.Table) -> pa.Table:
+    """Compute the features of the rows of some buckets, addressed to their parts."""
+    results = []
+    for kind_index, group in split_by_kind(rows).items():
+        features = pl.Series([[]] * group.height)
+        if kind_index != NO_KIND:
+            values = counter.compute(kind_index, to_columns(group))
+            features = pl.Series(values.astype(np.float32))
+        result = group.select("row", "kind_index", pl.col("part").alias(KEY))
+        features = features.cast(pl.List(pl.Float32)).alias("features")
+        results.append(result.with_columns(features))
+    return pl.concat(results).to_arrow()
 
 
-def to_columns(table: pa.Table) -> Columns:
-    """Convert columns of `to_table` to arrays (n,) or (n, width), without KEY."""
-    columns = {}
-    for name in table.column_names:
-        if name == KEY:
-            continue
-        array = table[name].combine_chunks()
-        if isinstance(array, pa.ChunkedArray):
-            array = pa.concat_arrays(array.chunks)
-        if pa.types.is_fixed_size_list(array.type):
-            width = array.type.list_size
-            values = array.flatten().to_numpy(zero_copy_only=False)
-            columns[name] = values.reshape(-1, width)
-        else:
-            columns[name] = array.to_numpy(zero_copy_only=False)
-    return columns
+def to_columns(frame: pl.DataFrame) -> Columns:
+    """Return the columns of a frame as arrays."""
+    return {column.name: column.to_numpy() for column in frame}

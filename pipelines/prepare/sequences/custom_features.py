@@ -8,7 +8,7 @@ by these statistics. A category with more than MAX_VALUES values is hashed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import polars as pl
@@ -159,12 +159,12 @@ class TrainingValues:
     """Sorted values of each category; None for more than MAX_VALUES."""
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, pa.Array]) -> TrainingValues:
-        """Compute the statistics of columns of training rows, given by name."""
+    def from_frame(cls, rows: pl.DataFrame) -> TrainingValues:
+        """Compute the statistics of the columns of training rows."""
         numbers: dict[str, Moments] = {}
         categories: dict[str, list[str] | None] = {}
-        for name, column in columns.items():
-            values = pl.Series(pl.from_arrow(column))
+        for values in rows:
+            name = values.name
             if name.startswith(NUMBER):
                 numbers[name] = Moments.from_values(values)
             else:

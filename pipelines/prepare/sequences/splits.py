@@ -1,123 +1,26 @@
-"""Splits of requests into training, validation and test.
-
-Shapes: R requests, U users.
-"""
+"""Splits of requests into training, validation and test."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import Counter
 from datetime import UTC, datetime
-from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
-from pydantic import PositiveFloat
-from pydantic.dataclasses import dataclass
+import polars as pl
 
 from core.errors import UserError
-from core.options import STRICT, Fraction, Free
 from core.schemas import Split
+from core.splits import SPLITS
 from pipelines.prepare.events.columns import bool_column, label_columns, read_part
 from pipelines.prepare.events.event_stats import HOUR_MS, EventStats
 from pipelines.prepare.executor import Executor
 from pipelines.prepare.reading.durations import DAY_MS
-
-SPLITS = ("train", "val", "test")
+from pipelines.prepare.settings.split import SplitConfig
 
 TIE_SEED = 0
 """Seed of the hash that breaks ties between equal timestamps."""
-
-
-@dataclass(config=STRICT)
-class SplitConfig:
-    """Settings of the split of requests."""
-
-    by: Literal["auto", "leave_last_out", "temporal"] = "auto"
-    """`temporal`: two cut times for all users. `leave_last_out`: each user's last
-    request is for test, the one before it for validation. Users with fewer than three
-    requests have all in training; a hash breaks ties between equal timestamps. `auto`:
-    `temporal` if the log has clock times, else `leave_last_out`."""
-    val_fraction: Fraction = 0.1
-    """Share of all behaviours, before the k-core, in the validation window of a
-    temporal split."""
-    test_fraction: Fraction = 0.1
-    """Share of all behaviours, before the k-core, in the test window of a temporal
-    split."""
-    val_start: Free = None
-    """Start of the validation window, as ISO 8601 (UTC) or epoch ms; replaces the
-    fractions, together with `test_start`."""
-    test_start: Free = None
-    """Start of the test window."""
-    val_days: PositiveFloat | None = None
-    """Days of the validation window; replaces the fractions, together with `test_days`.
-    The cuts move with the end of the log."""
-    test_days: PositiveFloat | None = None
-    """Days of the test window, which ends with the last behaviour."""
-
-    def __post_init__(self) -> None:
-        for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
-            if (getattr(self, val) is None) != (getattr(self, test) is None):
-                raise ValueError(f"split has one of {val} and {test}, it needs both")
-            if getattr(self, val) is not None and self.by == "leave_last_out":
-                raise ValueError(
-                    f"split.{val} splits by time, but split.by is {self.by}"
-                )
-        if self.val_start is not None and self.val_days is not None:
-            raise ValueError("split has both val_start and val_days")
-        if self.val_start is not None:
-            self.val_start = epoch_ms(self.val_start, "split.val_start")
-            self.test_start = epoch_ms(self.test_start, "split.test_start")
-            if self.val_start >= self.test_start:
-                raise ValueError("split.val_start is not before split.test_start")
-        if self.val_fraction + self.test_fraction >= 1:
-            raise ValueError(
-                f"split.val_fraction is {self.val_fraction:g} and split.test_fraction "
-                f"{self.test_fraction:g}, which leaves nothing for training"
-            )
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that are set, as plain values."""
-        return {
-            name: value for name, value in asdict(self).items() if value is not None
-        }
-
-    def resolve(self, has_clock_times: bool) -> str:
-        """Return `by` for a log with or without clock times."""
-        if self.by == "temporal" and not has_clock_times:
-            raise UserError(
-                f"split.by is {self.by}, but the log has no clock times, only an "
-                f"order of events within each user"
-            )
-        if self.by == "auto":
-            return "temporal" if has_clock_times else "leave_last_out"
-        return self.by
-
-
-def epoch_ms(moment: Any, name: str) -> int:
-    """Parse a time as epoch ms.
-
-    Args:
-        moment: Epoch ms, or ISO 8601, which is in UTC unless it has an offset.
-        name: Name of the setting, for the error message.
-
-    Raises:
-        ValueError: If the time has another format.
-    """
-    text = str(moment)
-    if text.isdecimal():
-        return int(text)
-    try:
-        parsed = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(
-            f"{name} is '{moment}'; give a moment such as 2022-05-07 or epoch ms"
-        ) from None
-    if not parsed.tzinfo:
-        parsed = parsed.replace(tzinfo=UTC)
-    return round(parsed.timestamp() * 1000)
 
 
 # Cut times of a temporal split.
@@ -214,64 +117,48 @@ def _times_in_hours(
 
 
 def assign_splits(
-    split: Split,
-    time: np.ndarray,
-    user_start: np.ndarray,
-    ids: tuple[pa.Array, pa.Array] | None = None,
-) -> np.ndarray:
-    """Return the index (R,) int8 into SPLITS of every request.
+    requests: pl.DataFrame, split: Split, *, hashes_ties: bool = True
+) -> pl.DataFrame:
+    """Add the column `split`.
 
     Args:
+        requests: Columns `user`, `user_id`, `item_id` and `timestamp_ms`, sorted by
+            user and time.
         split: The split.
-        time: Times (R,) in ms, or ordinals, ascending within a user.
-        user_start: Index (U,) of each user's first request; unused by a temporal
-            split.
-        ids: User ids (R,) and item ids (R,) of the requests. Leave-last-out breaks ties
-            between equal timestamps by a hash of the ids; without ids, requests keep
-            the order of the array.
+        hashes_ties: Whether leave-last-out breaks ties between equal times by a hash of
+            the ids; else requests keep their order.
     """
+    time = pl.col("timestamp_ms")
     if split.by == "temporal":
-        starts = np.array([split.val_start_ms, split.test_start_ms])
-        return np.digitize(time, starts).astype(np.int8)
-    user_end = np.append(user_start[1:], len(time))
-    is_long = user_end - user_start >= 3
-    begin, end = user_start[is_long], user_end[is_long]
-    test, val = end - 1, end - 2
-    if ids is not None:
-        is_tied = (time[test] == time[val]) | (time[val] == time[val - 1])
-        last, second_last = _draw_last_two(time, begin[is_tied], end[is_tied], ids)
-        test[is_tied] = last
-        val[is_tied] = second_last
-    code = np.zeros(len(time), dtype=np.int8)
-    code[test] = SPLITS.index("test")
-    code[val] = SPLITS.index("val")
-    return code
+        is_train, is_val = time < split.val_start_ms, time < split.test_start_ms
+        name = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
+        return requests.with_columns(split=name.otherwise(pl.lit("test")))
+    # the requests that may be among the last two of their user
+    rows = requests.select("user", "user_id", "item_id", "timestamp_ms")
+    tails = rows.with_row_index("row").filter(
+        pl.len().over("user") >= 3,
+        time >= time.get(-2, null_on_oob=True).over("user"),
+    )
+    if hashes_ties:
+        is_tied = pl.struct("user", "timestamp_ms").is_duplicated()
+        keys = tails.filter(is_tied).select("row", "user_id", "timestamp_ms", "item_id")
+        hashes = [tie_hash(*key) for _, *key in keys.iter_rows()]
+        keys = keys.select("row", tie=pl.Series(hashes, dtype=pl.UInt64))
+        tails = tails.join(keys, on="row", how="left", maintain_order="left")
+        tails = tails.sort("user", "timestamp_ms", "tie", maintain_order=True)
+    last = tails.group_by("user").agg(
+        val=pl.col("row").get(-2), test=pl.col("row").get(-1)
+    )
+    splits = np.full(requests.height, "train", dtype=object)
+    for split_name in SPLITS[1:]:
+        splits[last[split_name].to_numpy()] = split_name
+    return requests.with_columns(split=pl.Series(splits, dtype=pl.String))
 
 
 def format_moment(time_ms: int) -> str:
     """Format a time in ms like `2024-05-07 13:00:00`, in UTC."""
     moment = datetime.fromtimestamp(time_ms / 1000, UTC)
     return moment.strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _draw_last_two(
-    time: np.ndarray, begin: np.ndarray, end: np.ndarray, ids: tuple[pa.Array, pa.Array]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Find the last two requests of users, with a hash as the tie-breaker."""
-    # the requests of each user that may be among the last two
-    tails = []
-    for first, stop in zip(begin, end, strict=True):
-        tail_start = first + np.searchsorted(time[first:stop], time[stop - 2])
-        tails.append(np.arange(tail_start, stop))
-    rows = np.concatenate([np.zeros(0, np.int64), *tails])
-    users, items = (column.take(pa.array(rows)).to_pylist() for column in ids)
-    times = time[rows].tolist()
-    hashes = [tie_hash(*key) for key in zip(users, times, items, strict=True)]
-    lengths = np.array([len(tail) for tail in tails], dtype=np.int64)
-    user = np.repeat(np.arange(len(tails)), lengths)
-    order = rows[np.lexsort((np.array(hashes, np.uint64), times, user))]
-    tail_ends = np.cumsum(lengths)
-    return order[tail_ends - 1], order[tail_ends - 2]
 
 
 def tie_hash(user: str, time: int, item: str) -> int:
@@ -284,32 +171,10 @@ def tie_hash(user: str, time: int, item: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def count_tied(
-    code: np.ndarray, time: np.ndarray, user_start: np.ndarray
-) -> dict[str, int]:
-    """Count requests at the same time as another request of their user.
-
-    Args:
-        code: Index (R,) into SPLITS.
-        time: Times (R,), ascending within a user.
-        user_start: Index (U,) of each user's first request.
-
-    Returns:
-        The counts of validation and of test.
-    """
-    # whether a request has the time of the user's previous request; the last is False
-    ties_previous = np.zeros(len(time) + 1, dtype=bool)
-    ties_previous[1:-1] = time[1:] == time[:-1]
-    ties_previous[user_start] = False
-    is_tied = ties_previous[1:] | ties_previous[:-1]
-    return {
-        name: int((is_tied & (code == SPLITS.index(name))).sum()) for name in SPLITS[1:]
-    }
-
-
-def tied_targets(count: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums of `count_tied` over all parts."""
-    return {name: count.get(f"tied_targets_{name}", 0) for name in SPLITS[1:]}
+def count_splits(count: Counter[str], name: str, requests: pl.DataFrame) -> None:
+    """Add the number of rows of each split to the counts `NAME_train` and so on."""
+    for split, rows in requests.group_by("split").len().iter_rows():
+        count[f"{name}_{split}"] += rows
 
 
 def require_training(num_requests: dict[str, int], noun: str) -> None:

@@ -7,18 +7,32 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 from core.options import build
-from core.schemas import LogInfo, Split, events_schema
+from core.schemas import LogInfo, Split
 from pipelines.prepare.events.columns import Vocabulary
-from pipelines.prepare.kinds.actions.config import ActionsConfig, Input, Task
 from pipelines.prepare.kinds.actions.features import IDS
 from pipelines.prepare.kinds.actions.sequences import ActionsBuilder
-from pipelines.prepare.sequences.builder import Lookups
+from pipelines.prepare.reading.log import parse_log
+from pipelines.prepare.sequences.lookups import Lookups
+from pipelines.prepare.settings.actions import ActionsConfig, Input, Task
+from tests.fixtures.commands import read_config
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
-SCHEMA = events_schema(LABELS, ["price"], ["city"])
+SOURCE = parse_log(
+    {
+        "files": "log.jsonl",
+        "user": "user",
+        "item": "item",
+        "time": {"column": "ms", "unit": "ms"},
+        "labels": {name: {"column": name, "type": LABELS[name]} for name in LABELS},
+        "numbers": ["price"],
+        "categories": ["city"],
+    }
+)
+SCHEMA = SOURCE.schema
 CATALOGUE = ["a", "b", "c", "d"]
 HOUR = 3_600_000
 VAL_START, TEST_START = 8 * HOUR, 12 * HOUR
@@ -46,14 +60,11 @@ def make_config(**counts: Any) -> ActionsConfig:
     return config.resolve(LogInfo(LABELS, [], [], clock=True), ["author"])
 
 
-def test_windows_are_a_day_and_a_week_unless_set() -> None:
-    assert ActionsConfig().counts.windows_days == [1, 7]
-
-
 def compute_features(disliked_hour: int) -> np.ndarray:
     """Return the features (17, F) of a user with an event per hour, all liked but one."""
     config = make_config(keys=["user"], delay_minutes=0, windows_days=[1])
-    builder = ActionsBuilder(SCHEMA, SPLIT, 100, pa.schema([]), config)
+    settings = read_config({"kind": "actions"})
+    builder = ActionsBuilder(SOURCE, settings, SPLIT, config)
     rows = [
         {
             "user_id": "u",
@@ -70,8 +81,8 @@ def compute_features(disliked_hour: int) -> np.ndarray:
         codes = events[name].combine_chunks().dictionary_encode()
         events = events.set_column(number, name, codes)
     lookups = Lookups(Vocabulary.from_ids(pa.array(CATALOGUE)))
-    table = builder.build(events, lookups).table
-    assert table is not None
+    table = builder.build(events, lookups).rows
+    assert isinstance(table, pa.Table)
     return np.array(table.to_pylist()[0]["features"])
 
 
@@ -115,10 +126,11 @@ def test_an_input_is_scaled_by_the_declared_range_of_its_label() -> None:
     config = ActionsConfig(
         tasks={"t": Task("rating", at_least=4)}, inputs={"r": Input("rating")}
     )
-    events = pa.table({"label_rating": pa.array([1, 5, None, 2], pa.float32())})
+    ratings = pl.Series([1, 5, None, 2], dtype=pl.Float32)
+    events = pl.DataFrame({"label_rating": ratings})
 
     inputs = config.resolve(info, []).inputs["r"].values(events)
-    tasks = config.tasks["t"].values(events)
+    tasks = events.select(config.tasks["t"].holds).to_series()
 
     assert inputs.tolist() == [0, 1, 0, 0.25]
-    assert tasks.tolist() == [False, True, False, False]
+    assert tasks.to_list() == [False, True, False, False]

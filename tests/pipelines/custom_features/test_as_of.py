@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -47,14 +46,15 @@ def test_an_event_has_the_value_of_the_latest_row_strictly_before_it(
         "timestamp_ms": [time for _, time in rows],
         "num_n": range(len(rows)),
     }
-    table = AsOfTable.from_rows("as_of_n", pa.table(columns), "item_id")
-    items = pa.array([item for item, _ in events], pa.string()).dictionary_encode()
-    times = np.array([time for _, time in events], np.int64)
+    table = AsOfTable("as_of_n", "item_id", pa.table(columns))
+    searches = pl.DataFrame(
+        events, {"item_id": pl.Categorical, "as_of": pl.Int64}, orient="row"
+    )
     counts = Counter[str]()
 
-    joined = join_as_of(pa.table({"item_id": items}), times, [table], counts)
+    joined = join_as_of(searches, [table], counts)
 
-    values = joined["num_n"].to_pylist()
+    values = joined["num_n"].to_list()
     for (item, time), value in zip(events, values, strict=True):
         earlier = [n for n, (other, t) in enumerate(rows) if other == item and t < time]
         assert value == max(earlier, default=None)

@@ -11,7 +11,6 @@ import pytest
 
 from core.schemas import Category, Number
 from core.tables import read_manifest
-from pipelines.prepare.kinds.search.config import SearchConfig
 from pipelines.prepare.kinds.search.features import feature_groups
 from pipelines.prepare.sequences import custom_features
 from pipelines.prepare.sequences.custom_features import (
@@ -19,6 +18,7 @@ from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
     describe_features,
 )
+from pipelines.prepare.settings.search import SearchConfig
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables

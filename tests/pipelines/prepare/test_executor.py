@@ -70,10 +70,10 @@ def exchange_rows(
     **options: Any,
 ) -> dict[int, list[int]]:
     """Return the rows of each partition, and check that no partition comes twice."""
-    executor = Executor(RayDataConfig(shuffle_batch_mb=1))
+    executor = Executor(RayDataConfig(shuffle_batch_mb=1), in_process)
     read = partial(read_tables, num_keys, folder, fault)
     exchange = Exchange(read, NUM_READS, collect_rows, partitions, **options)
-    results = list(executor.exchange(exchange, in_process))
+    results = list(executor.exchange(exchange))
     assert len(dict(results)) == len(results)
     return dict(results)
 

@@ -12,25 +12,35 @@ import pyarrow as pa
 import pytest
 
 from core.files import join
-from core.schemas import Split, events_schema
+from core.schemas import Split
 from core.tables import read_manifest, write_part
 from pipelines.prepare.events.columns import Vocabulary, read_part
-from pipelines.prepare.kinds.search.config import SearchConfig
-from pipelines.prepare.kinds.search.features import IDS
 from pipelines.prepare.kinds.search.sequences import SearchBuilder
 from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import parse_log
 from pipelines.prepare.reading.times import Time
-from pipelines.prepare.sequences.builder import Lookups
+from pipelines.prepare.sequences.lookups import Lookups
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.commands import read_column, read_config
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
 
-SCHEMA = events_schema(
-    {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"]
-)
-SCHEMA_WITH_LABEL_TIMES = events_schema(
-    {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"]
-)
+MAPPING: dict[str, Any] = {
+    "files": "log.jsonl",
+    "user": "user",
+    "item": "item",
+    "request": "search",
+    "query": "query",
+    "position": "position",
+    "time": {"column": "n", "unit": "order"},
+    "labels": {
+        "click": {"column": "click"},
+        "dwell": {"column": "dwell", "type": "float32"},
+        "buy": {"column": "buy"},
+    },
+    "numbers": ["price"],
+    "categories": ["city"],
+}
+SCHEMA = parse_log(MAPPING).schema
 CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
 LOOKUPS = Lookups(
     Vocabulary.from_ids(pa.array(CATALOGUE)), Vocabulary.from_ids(pa.array(QUERIES))
@@ -38,34 +48,25 @@ LOOKUPS = Lookups(
 SORT_KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 
 
-def make_builder(
-    max_events: int = 100, schema: pa.Schema = SCHEMA, **options: Any
-) -> SearchBuilder:
+def make_builder(**mapping: Any) -> SearchBuilder:
     """Make a builder of a log without clock times, with a leave-last-out split."""
-    builder = SearchBuilder(
-        schema,
-        Split("leave_last_out"),
-        max_events,
-        pa.schema([]),
-        ["click", "buy"],
-        has_clock_times=False,
-        search=SearchConfig(page_size=2),
-    )
-    return replace(builder, **options)
+    settings = {"kind": "search", "behaviour": "click", "search": {"page_size": 2}}
+    source = parse_log(MAPPING | mapping)
+    return SearchBuilder(source, read_config(settings), Split("leave_last_out"))
 
 
 def write_events(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
     """Write rows as a part of `events` and read it back."""
     rows = sorted(rows, key=lambda row: tuple(row[name] for name in SORT_KEY))
     part = write_part(folder, pa.Table.from_pylist(rows, schema=schema))
-    return read_part(join(folder, part.path), None, IDS)
+    return read_part(join(folder, part.path), None, SearchBuilder.ids)
 
 
 def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
     events = write_events([], str(tmp_path))
-    part = make_builder(max_events=10).build(events, LOOKUPS)
-    assert part.table is not None
-    assert part.table.num_rows == 0
+    part = make_builder().build(events, LOOKUPS)
+    assert isinstance(part.rows, pa.Table)
+    assert part.rows.num_rows == 0
     assert part.count == Counter()
 
 
@@ -141,14 +142,11 @@ def make_results(**changes: Any) -> list[dict]:
     ]
 
 
-def build_requests(
-    rows: list[dict], folder: Path, builder: SearchBuilder | None = None
-) -> tuple[list[dict], Counter[str]]:
+def build_requests(rows: list[dict], folder: Path) -> tuple[list[dict], Counter[str]]:
     """Return the requests of the only user, and the builder's counts."""
-    builder = builder or make_builder()
-    part = builder.build(write_events(rows, str(folder)), LOOKUPS)
-    assert part.table is not None
-    return part.table["requests"].to_pylist()[0], part.count
+    part = make_builder().build(write_events(rows, str(folder)), LOOKUPS)
+    assert isinstance(part.rows, pa.Table)
+    return part.rows["requests"].to_pylist()[0], part.count
 
 
 def test_results_with_different_times_are_one_request(tmp_path: Path) -> None:
@@ -201,14 +199,17 @@ def test_a_click_is_in_histories_only_after_its_label_time(tmp_path: Path) -> No
         first | {"request_id": f"s{time}", "timestamp_ms": time, "label_click": False}
         for time in (3000, 4000, 10_000)
     ]
-    events = write_events(
-        clicks + later_requests, str(tmp_path), SCHEMA_WITH_LABEL_TIMES
-    )
+    times = {"column": "n", "unit": "ms"}
+    click = {"column": "click", "time": "clicked_at"}
+    builder = make_builder(time=times, labels=MAPPING["labels"] | {"click": click})
+    search = replace(builder.config.search, windows_days=[])
+    builder = replace(builder, config=replace(builder.config, search=search))
+    events = write_events(clicks + later_requests, str(tmp_path), builder.source.schema)
 
-    part = make_builder(schema=SCHEMA_WITH_LABEL_TIMES).build(events, LOOKUPS)
+    part = builder.build(events, LOOKUPS)
 
-    assert part.table is not None
-    [user] = part.table.to_pylist()
+    assert isinstance(part.rows, pa.Table)
+    [user] = part.rows.to_pylist()
     # behaviours are ordered by their label times
     assert user["timestamp_ms"] == [2000, 0]
     assert user["known_click"] == [3000, 9000]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.prepare.kinds.search.config import SearchConfig
-from pipelines.prepare.kinds.search.features import feature_names, features
 from pipelines.prepare.sequences.counts import NO_GAP, window_counts
 
 
@@ -37,7 +33,7 @@ def test_counts_and_gap_equal_brute_force(
     # two columns to count: all events, and marked events
     marks = np.array([[1, event[2]] for event in events], dtype=np.int32).reshape(-1, 2)
 
-    counts, gap = window_counts(key, times, marks, windows, delay)
+    counts, gap = window_counts(key, times, marks, windows, delay, times)
 
     for i, (event_key, event_time, _) in enumerate(events):
         earlier = [e for e in events if e[0] == event_key and e[1] < event_time - delay]
@@ -48,29 +44,3 @@ def test_counts_and_gap_equal_brute_force(
             assert gap[i] == event_time - max(e[1] for e in earlier)
         else:
             assert gap[i] == NO_GAP
-
-
-def test_cost_is_linear_in_the_log_for_any_window_length() -> None:
-    """A key with all events in one window is quadratic for an algorithm that iterates over
-    the events of each window.
-    """
-
-    def measure_seconds(events: int) -> float:
-        marks = np.ones((events, 2), np.int32)
-        begin = time.process_time()
-        window_counts(np.zeros(events, np.int64), np.arange(events), marks, [10**9], 0)
-        return time.process_time() - begin
-
-    small = min(measure_seconds(50_000) for _ in range(3))
-    assert min(measure_seconds(400_000) for _ in range(2)) < 30 * small
-
-
-def test_a_log_without_clock_times_has_position_features_only() -> None:
-    config = SearchConfig()
-    assert feature_names(config, has_clock_times=False) == ["position", "page"]
-
-    values = features(
-        None, np.array([0, 9, 10]), np.arange(3), config, has_clock_times=False
-    )
-
-    np.testing.assert_allclose(values, np.log1p([[0, 0], [9, 0], [10, 1]]), rtol=1e-6)

@@ -13,45 +13,40 @@ features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 from core.schemas import Split
 from pipelines.prepare.events.columns import dictionary_column, encode_ids, read_part
-from pipelines.prepare.kinds.actions.config import ITEM, USER, ActionsConfig
 from pipelines.prepare.sequences.counts import (
     Columns,
     KeyCounter,
-    gather_counts,
-    smooth_rates,
-    stack_columns,
+    count_features,
     window_counts,
 )
+from pipelines.prepare.sequences.lookups import Lookups
+from pipelines.prepare.settings.actions import ITEM, USER, ActionsConfig
 
 IDS = ("user_id", "item_id")
 
 
-def count_times(split: Split, time: np.ndarray) -> np.ndarray:
-    """Return the time (E,) in ms as of which the counts of each event are taken.
+def count_time(split: Split) -> pl.Expr:
+    """Return the time in ms as of which the counts of an event are taken.
 
     It is the event's time in training, and the start of its split for candidates of
     validation and test, as all candidates of a user are scored at once.
-
-    Args:
-        split: The split.
-        time: Times (E,) of the events in ms.
     """
-    val, test = split.val_start_ms, split.test_start_ms
-    return np.where(time >= test, test, np.where(time >= val, val, time))
+    time, val, test = pl.col("timestamp_ms"), split.val_start_ms, split.test_start_ms
+    return pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)
 
 
-def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
+def counted_labels(events: pl.DataFrame, config: ActionsConfig) -> np.ndarray:
     """Return the counted labels (E, M) uint8: an exposure per event, then the tasks."""
-    exposures = np.ones(events.num_rows, dtype=bool)
-    tasks = [config.tasks[name].values(events) for name in config.counted_labels]
-    return np.stack([exposures, *tasks], axis=1).astype(np.uint8)
+    tasks = {f"task_{name}": config.tasks[name].holds for name in config.counted_labels}
+    labels = events.select(pl.repeat(True, pl.len()).alias("exposures"), **tasks)
+    return labels.cast(pl.UInt8).to_numpy()
 
 
 @dataclass(frozen=True)
@@ -67,44 +62,46 @@ class ActionsCounter(KeyCounter):
         return [name for name in self.config.counts.keys if name != USER]
 
     @property
-    def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
-        """The shape (W, M) of the counts of each kind of key."""
-        shape = len(self.config.counts.windows_ms), 1 + len(self.config.counted_labels)
-        return [{name: shape} for name in self.keys]
+    def names(self) -> list[list[str]]:
+        """Names of the features of each kind of key."""
+        return [self.config.key_features(key) for key in self.keys]
 
-    def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
-        """Read the items or attributes, times and labels of a part's events.
+    @property
+    def never(self) -> dict[str, float]:
+        """Features of a key without events: counts of 0, and rates of the prior."""
+        values: dict[str, float] = {}
+        num_labels = 1 + len(self.config.counted_labels)
+        counts = np.zeros((1, len(self.config.counts.windows_ms), num_labels))
+        features = self._rate(counts)[0]
+        for key in self.config.counts.keys:
+            values |= dict(zip(self.config.key_features(key), features, strict=True))
+        return values
 
-        `shared` is the catalogue's `Vocabulary`, and by attribute the codes (I,) int32
-        of the items' values, -1 for an item without a value.
-        """
-        catalogue, attributes = shared
+    def read_keys(
+        self, uri: str, lookups: Lookups
+    ) -> tuple[list[np.ndarray], pl.DataFrame]:
+        """Read the items or attributes, times and labels of a part's events."""
         labels = [f"label_{name}" for name in self.config.labels]
-        events = read_part(uri, [*IDS, "timestamp_ms", *labels], IDS)
-        item = encode_ids(dictionary_column(events, "item_id"), catalogue)
-        keys = []
-        for name in self.keys:
-            if name == ITEM:
-                keys.append(item)
-            else:
-                # item -1 takes the appended -1
-                keys.append(np.append(attributes[name], -1)[item])
-        time = events["timestamp_ms"].to_numpy()
-        columns = {f"key_{index}": key for index, key in enumerate(keys)}
-        columns["time"] = time
-        columns["as_of"] = count_times(self.split, time)
-        columns["counted_labels"] = counted_labels(events, self.config)
+        table = read_part(uri, [*IDS, "timestamp_ms", *labels], IDS)
+        item = encode_ids(dictionary_column(table, "item_id"), lookups.catalogue)
+        # item -1 takes the appended -1
+        keys = [
+            item if name == ITEM else np.append(lookups.attributes[name], -1)[item]
+            for name in self.keys
+        ]
+        events = pl.DataFrame(pl.from_arrow(table))
+        columns = events.select(
+            pl.Series("counted_labels", counted_labels(events, self.config)),
+            *(pl.Series(f"key_{index}", key) for index, key in enumerate(keys)),
+            time="timestamp_ms",
+            as_of=count_time(self.split),
+        )
         return keys, columns
 
-    def count(self, kind_index: int, rows: Columns) -> Columns:
-        """Return the counts (E, W, M) of the rows of one kind of key."""
-        counts = self.count_key(
-            rows[f"key_{kind_index}"],
-            rows["time"],
-            rows["counted_labels"],
-            rows["as_of"],
-        )
-        return {self.keys[kind_index]: counts}
+    def compute(self, kind_index: int, rows: Columns) -> np.ndarray:
+        """Return the features (E, F) of the rows of one kind of key."""
+        key, labels = rows[f"key_{kind_index}"], rows["counted_labels"]
+        return self.count_key(key, rows["time"], labels, rows["as_of"])
 
     def count_key(
         self, key: np.ndarray, time: np.ndarray, labels: np.ndarray, as_of: np.ndarray
@@ -118,41 +115,32 @@ class ActionsCounter(KeyCounter):
             as_of: Times (E,) in ms as of which counts are taken.
 
         Returns:
-            The counts (E, W, M) int32.
+            The features (E, F) of the key, in the order of `key_features`.
         """
-        settings = self.config.counts
-        windows, delay = settings.windows_ms, settings.delay_ms
-        return window_counts(key, time, labels, windows, delay, as_of)[0]
+        windows, delay = self.config.counts.windows_ms, self.config.counts.delay_ms
+        return self._rate(window_counts(key, time, labels, windows, delay, as_of)[0])
 
-    def gather(self, events: pa.Table, pieces: list[Columns] | None) -> Columns:
-        """Return the counts (E, W, M) of a part's events by kind of key, with users.
+    def _rate(self, counts: np.ndarray) -> np.ndarray:
+        settings, num_rates = self.config.counts, len(self.config.counted_labels)
+        return count_features(counts, num_rates, settings.prior, settings.strength)
+
+    def compute_features(
+        self, events: pl.DataFrame, counted: pa.Table | None
+    ) -> np.ndarray:
+        """Return the features (E, F) float32 of a part's events, with users.
 
         Args:
-            events: Rows of `read_part`.
-            pieces: Counts of the other kinds of key from their buckets; None counts as
-                zero.
+            events: Events with `user` and `as_of`.
+            counted: Features of the other kinds of key, for `gather`.
         """
-        counts = gather_counts(self, events.num_rows, pieces or [])
+        names = self.config.features
+        features = self.gather(counted, events.height, names)
         if USER in self.config.counts.keys:
-            user = dictionary_column(events, "user_id").indices.to_numpy()
-            time = events["timestamp_ms"].to_numpy()
+            begin = names.index(self.config.key_features(USER)[0])
+            user, time, as_of = (
+                events[name].to_numpy() for name in ("user", "timestamp_ms", "as_of")
+            )
             labels = counted_labels(events, self.config)
-            as_of = count_times(self.split, time)
-            counts[USER] = self.count_key(user, time, labels, as_of)
-        return counts
-
-
-def features(counts: Columns, config: ActionsConfig) -> np.ndarray:
-    """Return the features (E, F) float32, in the order of `config.features`.
-
-    Per kind of key and window they are log(1 + count) of each label, then the
-    smoothed rate of each task.
-    """
-    prior, strength = config.counts.prior, config.counts.strength
-    columns: list[np.ndarray] = []
-    for name in config.counts.keys:
-        for window in range(len(config.counts.windows_ms)):
-            count = counts[name][:, window].astype(np.float64)  # (E, M)
-            rates = smooth_rates(count[:, 1:], count[:, :1], prior, strength)
-            columns += [*np.log1p(count).T, *rates.T]
-    return stack_columns(columns)
+            values = self.count_key(user, time, labels, as_of)
+            features[:, begin : begin + values.shape[1]] = values
+        return features

@@ -3,167 +3,118 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
+import polars as pl
 import pyarrow as pa
 
-from core.errors import UserError, pluralize
+from core.errors import UserError
 from core.schemas import RetrievalInfo, sequences_schema
-from core.tables import Table
-from pipelines.prepare.events.columns import first_of_run, take_rows
-from pipelines.prepare.sequences.builder import (
-    Behaviours,
-    BuiltTable,
-    EventsPart,
-    PartDraft,
-    Requests,
-    SequenceBuilder,
-    SequencesStep,
-)
-from pipelines.prepare.sequences.splits import (
-    SPLITS,
-    require_training,
-    tied_targets,
-)
+from core.splits import SPLITS
+from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_interactions
+from pipelines.prepare.reading.log import Log
+from pipelines.prepare.run import Run
+from pipelines.prepare.sequences.builder import BuiltTable, SequenceBuilder
+from pipelines.prepare.sequences.splits import require_training
+from pipelines.prepare.settings.config import PrepareConfig
+
+MAX_WITHOUT_HISTORY = 0.5
+"""Share of training requests without a history, for any reason, that causes a
+notice."""
 
 
 @dataclass(frozen=True)
 class RetrievalBuilder(SequenceBuilder):
-    """Builds sequences in which every behaviour is the target of a request."""
+    """The kind `retrieval`: a request asks for the next item of the catalogue."""
 
-    core: int
-    """Minimum number of behaviours on the catalogue that a user must have."""
-    before_ms: int | None
-    """Time in ms: only behaviours known earlier count for `core`; None counts all."""
-    log_order: bool
-    """Whether behaviours of the same time, earlier in the log, are in the history."""
-    behaviour: str | None
-    """Label that makes an event a behaviour; None if all events are."""
+    name = "retrieval"
+    info_class = RetrievalInfo
+    needs_history = True
+    allows_repeats = True
+    statistics = ("requests_without_history",)
+    first_model = "tiger"
+    simulated_source = "simulated"
 
-    @property
-    def behaviour_label(self) -> str | None:
-        """Label that makes an event a behaviour; None if all events are."""
-        return self.behaviour
+    @staticmethod
+    def check_settings(source: Log, config: PrepareConfig) -> None:
+        """Accept all settings."""
 
-    @property
-    def hashes_ties(self) -> bool:
-        """Whether a hash, not the order of the log, decides which tie is the target."""
-        return not self.log_order
+    @staticmethod
+    def draw_log(settings: Settings) -> SimulatedLog:
+        """Draw a log in which items follow from the user's last item and clusters."""
+        return draw_interactions(settings)
 
     @property
     def columns(self) -> list[str]:
         """Columns of `events` that are read: all but request ids and positions."""
         unused = ("request_id", "position")
-        return [name for name in self.schema.names if name not in unused]
+        return [name for name in self.source.schema.names if name not in unused]
 
     @property
     def output(self) -> pa.Schema:
         """Schema of `sequences`."""
-        return sequences_schema(self.schema)
-
-    def find_behaviours(self, part: EventsPart) -> np.ndarray:
-        """Return a mask (E,) of the behaviours of users with `core` or more of them."""
-        is_behaviour = super().find_behaviours(part)
-        is_counted = is_behaviour
-        if self.before_ms is not None:
-            is_counted = is_counted & (part.known < self.before_ms)
-        num_counted = np.bincount(part.user[is_counted], minlength=part.num_users)
-        return is_behaviour & (num_counted >= max(self.core, 1))[part.user]
-
-    def form_requests(
-        self,
-        part: EventsPart,
-        behaviours: Behaviours,
-        count: Counter[str],
-    ) -> Requests:
-        """Form a request of each behaviour, in the order of their times.
-
-        Behaviours are in the order in which they become known.
-        """
-        return Requests.one_per_event(part, np.sort(behaviours.row))
-
-    def history_ends(self, draft: PartDraft) -> np.ndarray:
-        """Return the number (R,) of the user's earlier behaviours for each request.
-
-        With `log_order`, behaviours at the same time count if they are earlier in the
-        log.
-        """
-        part, request = draft.part, draft.requests.row
-        if part.is_late:
-            return super().history_ends(draft)
-        # behaviours are in the order of events: count the user's up to the request
-        is_behaviour = np.zeros(len(part.user), dtype=np.int32)
-        is_behaviour[draft.row] = 1
-        num_before = np.zeros(len(part.user) + 1, dtype=np.int32)  # before each event
-        np.cumsum(is_behaviour, out=num_before[1:])
-        end = request
-        if not self.log_order:
-            end = first_of_run(part.user, part.time)[request]
-        begin = first_of_run(part.user)[request]
-        return num_before[end] - num_before[begin]
-
-    def user_columns(
-        self, draft: PartDraft, count: Counter[str]
-    ) -> dict[str, pa.Array]:
-        """Return the column `requests`, with the query of each request."""
-        query = take_rows(draft.part.table, "query", draft.requests.row)
-        return {"requests": self.request_column(draft, count, {"query": query}, {})}
-
-
-@dataclass(frozen=True)
-class RetrievalStep(SequencesStep):
-    """The step of prepare that makes the sequences of a retrieval log."""
-
-    info_class = RetrievalInfo
-    builder_class: ClassVar[type[RetrievalBuilder]] = RetrievalBuilder
+        return sequences_schema(self.source.schema)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that the table depends on."""
-        config = self.run.config
-        return super().settings | {
-            "core": config.core,
-            "behaviour": config.behaviour,
-            "ties": config.ties,
-        }
+    def is_behaviour(self) -> pl.Expr:
+        """Whether an event is a behaviour of a user with `core` or more of them."""
+        is_behaviour = is_counted = super().is_behaviour
+        if self.config.core_window == "train" and self.config.catalogue is None:
+            is_counted = is_counted & (pl.col("known") < self.split.val_start_ms)
+        num_counted = is_counted.sum().over("user")
+        return is_behaviour & (num_counted >= max(self.config.core, 1))
 
-    def create_builder(self) -> RetrievalBuilder:
-        """Return the builder of the parts."""
-        config = self.run.config
-        return self.builder_class(
-            schema=self.run.source.schema,
-            split=self.split,
-            max_events=config.max_events,
-            joined=self.joined_schema,
-            core=config.core,
-            before_ms=self.run.core_before_ms(self.split),
-            log_order=config.ties == "log_order",
-            behaviour=config.behaviour,
+    def form_requests(
+        self, events: pl.DataFrame, behaviours: pl.DataFrame, count: Counter[str]
+    ) -> pl.DataFrame:
+        """Return a request of each behaviour, in the order of their times."""
+        requests = behaviours.select(
+            "row",
+            "user",
+            "user_id",
+            "item_id",
+            "timestamp_ms",
+            "query",
+            candidates=pl.concat_list("item_index"),
         )
+        return requests.sort("row")
 
-    def describe(self, builder: Any, built: BuiltTable) -> dict[str, Any]:
+    def join_history(
+        self, requests: pl.DataFrame, behaviours: pl.DataFrame
+    ) -> pl.DataFrame:
+        """Add `history_end`; with `ties: log_order`, ties earlier in the log count."""
+        if self.config.ties == "strict":
+            return super().join_history(requests, behaviours)
+        index = pl.int_range(pl.len(), dtype=pl.Int32).over("user")
+        return requests.with_columns(history_end=index)
+
+    def describe(self, run: Run, built: BuiltTable) -> dict[str, Any]:
         """Return the counts of requests, and of requests without a history."""
         requests = built.per_split("requests")
         without_history = built.per_split("without_history")
         usable = {name: requests[name] - without_history[name] for name in SPLITS}
-        config = self.run.config
-        if config.catalogue is None:
+        if self.config.catalogue is None:
             require_training(usable, "request with a history")
         elif not built.count["users"]:
             raise UserError(
-                f"no user has {max(config.core, 1)} behaviours on the catalogue of "
-                f"{config.catalogue}"
+                f"no user has {max(self.config.core, 1)} behaviours on the catalogue "
+                f"of {self.config.catalogue}"
             )
         return {
-            "tied_targets": tied_targets(built.count),
+            "tied_targets": built.tied_targets(),
             "requests": requests,
             "requests_without_history": without_history,
         }
 
-    def report(self, sequences: Table[Any], seconds: float) -> None:
-        """Report the number of users."""
-        self.run.report(
-            f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s"
-        )
+    @staticmethod
+    def warn(info: Any) -> Iterator[str]:
+        """Yield a line if many training requests have no history."""
+        num_train = info.requests["train"]
+        num_skipped = info.requests_without_history["train"]
+        if num_skipped > MAX_WITHOUT_HISTORY * num_train:
+            yield (
+                f"{num_skipped:,} of {num_train:,} training requests have no history "
+                f"and are skipped in training (ties is {info.ties})"
+            )

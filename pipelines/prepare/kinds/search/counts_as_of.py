@@ -11,49 +11,37 @@ Rows are exchanged once, to the bucket of their key, which writes its part.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from operator import itemgetter
 
-import numpy as np
+import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
-from core.schemas import CountsInfo, counts_schema
-from core.tables import (
-    Part,
-    Table,
-    fingerprint,
-    write_part,
-)
-from pipelines.prepare.events.columns import Vocabulary
-from pipelines.prepare.kinds.search.config import SearchConfig
-from pipelines.prepare.kinds.search.features import (
-    COUNTED,
-    SearchCounter,
-    feature_names,
-    features,
-)
+from core.schemas import CountsInfo, EventsInfo, ItemsInfo, counts_schema
+from core.tables import Part, Table, fingerprint, write_part
+from pipelines.prepare.kinds.search.features import counted_names, never_counted
+from pipelines.prepare.kinds.search.sequences import SearchBuilder, SearchCounter
 from pipelines.prepare.run import Run
-from pipelines.prepare.sequences.counts import (
-    NO_GAP,
-    Columns,
-    export_counts,
-    to_columns,
+from pipelines.prepare.sequences.counts import export_counts, to_columns
+from pipelines.prepare.sequences.lookups import (
+    Lookups,
+    share_catalogue,
+    share_vocabulary,
 )
 
-KEY_COLUMNS = {"item": ["item"], "query": ["query"], "pair": ["item", "query"]}
+KEYS = {"item": ["item"], "query": ["query"], "pair": ["item", "query"]}
 """Columns of counted events that each kind of key consists of."""
 
 TABLE_COLUMNS = {"item": "item_id", "query": "query"}
 """Column of the table for each column of a key."""
 
 
-def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
+def make_counts(
+    run: Run, events: Table[EventsInfo], items: Table[ItemsInfo], as_of_ms: int
+) -> None:
     """Make the table of counts as of a time.
 
     A table as of another time is replaced, as no other table is made from it.
@@ -64,7 +52,7 @@ def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         items: Table of `items`.
         as_of_ms: Time in epoch ms; only earlier events are counted.
     """
-    config, click = run.config.kind_config, run.config.behaviour
+    config, click = run.config.search, run.config.behaviour
     assert click is not None, "a search log has a label that makes behaviours"
     as_of_time = datetime.fromtimestamp(as_of_ms / 1000, UTC)
     as_of_text = as_of_time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -72,54 +60,49 @@ def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         raise UserError(
             f"counts_as_of is {as_of_text}, and the log has no event before it"
         )
-    settings = {
-        "counts_as_of": as_of_ms,
-        "search": asdict(config),
-        "behaviour": click,
-    }
+    search = asdict(config)
+    settings = {"counts_as_of": as_of_ms, "search": search, "behaviour": click}
     inputs = {"events": events.hash, "items": items.hash}
-    uri = run.tables.table_uri("counts")
     earlier = run.tables.existing.get("counts")
     if earlier and earlier.fingerprint == fingerprint(settings, inputs):
         run.report(f"counts: up to date, as of {as_of_text}")
         return
     started = time.perf_counter()
-    is_late = f"known_{click}" in run.source.schema.names
-    counter = SearchCounter(config, click, is_late, as_of_ms)
+    uri = run.tables.table_uri("counts")
+    builder = SearchBuilder(run.source, run.config, items.info.split)
+    counter = SearchCounter(builder, as_of_ms)
     with run.tables.clean_up_on_error("counts"):
-        queries = run.tables.read_vocabulary("queries", "query")
-        vocabularies = run.tables.read_catalogue(), queries
-        results = export_counts(
+        queries = share_vocabulary(run, "queries", "query")
+        lookups = Lookups(share_catalogue(run), queries)
+        buckets = export_counts(
             run.executor,
             events.part_uris(),
             events.rows,
             counter,
-            vocabularies,
+            lookups,
             _write_bucket,
-            (uri, counter, *vocabularies),
+            (uri, counter, lookups),
         )
-        buckets = [bucket for _, bucket in sorted(results, key=itemgetter(0))]
         num_keys: Counter[str] = Counter()
-        for bucket in buckets:
-            num_keys.update(bucket.num_keys)
-        parts = [bucket.part for bucket in buckets if bucket.part]
-        names = features_by_key(config)
-        # counted features of a key without events
-        never = compute_features({"gap": np.full(1, NO_GAP)}, config)
+        for _, keys in buckets:
+            num_keys.update(keys)
+        names = counted_names(config)
+        names["pair"] += ["pair_gap", "pair_seen"]
         info = CountsInfo(
             as_of_ms=as_of_ms,
-            features={key: list(features) for key, features in names.items()},
-            never={
-                name: float(never[name][0])
-                for name in itertools.chain.from_iterable(names.values())
-            },
-            search=asdict(config),
+            features=names,
+            never=never_counted(config),
+            search=search,
             behaviour=click,
         )
-        schema = counts_schema(names.values())
-        seconds = time.perf_counter() - started
         run.tables.commit(
-            "counts", schema, parts, settings, inputs, info, count_write_s=seconds
+            "counts",
+            counts_schema(names.values()),
+            [part for part, _ in buckets if part],
+            settings,
+            inputs,
+            info,
+            count_write_s=time.perf_counter() - started,
         )
     run.report(
         f"counts: {pluralize(num_keys['item'], 'item')}, "
@@ -129,108 +112,48 @@ def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
     )
 
 
-def features_by_key(config: SearchConfig) -> dict[str, list[str]]:
-    """Return the names of the counted features, by kind of key."""
-    names = feature_names(config, has_clock_times=True)
-    return {
-        kind: [name for name in names if name.split("_")[0] == kind] for kind in COUNTED
-    }
-
-
-def compute_features(counts: Columns, config: SearchConfig) -> dict[str, np.ndarray]:
-    """Compute features from the counts of some kinds of key.
-
-    Args:
-        counts: Counts (n, W, M) by kind of key, and the `gap` (n,) of pairs. Kinds that
-            are missing count as zero.
-        config: Settings of the features.
-
-    Returns:
-        The features (n,) by name.
-    """
-    num_rows = len(next(iter(counts.values())))
-    all_counts: Columns = {
-        kind: np.zeros((num_rows, len(config.windows_ms), len(labels)), np.int32)
-        for kind, labels in COUNTED.items()
-    }
-    all_counts["gap"] = np.full(num_rows, NO_GAP)
-    all_counts |= counts
-    zeros = np.zeros(num_rows, np.int64)  # positions and times do not matter
-    values = features(all_counts, zeros, zeros, config, has_clock_times=True)
-    return dict(zip(feature_names(config, has_clock_times=True), values.T, strict=True))
-
-
-@dataclass(frozen=True)
-class WrittenBucket:
-    """The part of one bucket of keys."""
-
-    part: Part | None
-    """The part, or None if the bucket has no keys."""
-    num_keys: Counter[str]
-    """Number of keys, which have a row each, by kind."""
-
-
 def _write_bucket(
     uri: str,
     counter: SearchCounter,
-    catalogue: Vocabulary,
-    queries: Vocabulary,
-    bucket: int,
-    rows: pa.Table,
-) -> WrittenBucket:
-    """Count the events of one bucket, and write a row per key."""
+    lookups: Lookups,
+    rows: dict[int, pl.DataFrame],
+) -> tuple[Part | None, Counter[str]]:
+    """Write a row per key of one bucket; return the part and the number of keys."""
+    fetched = lookups.fetch()
+    vocabularies = {"item": fetched.catalogue, "query": fetched.queries}
+    names = counted_names(counter.builder.config.search)
+    names["pair"] += ["pair_gap", "pair_seen"]
+    schema = counts_schema(names.values())
     tables: list[pa.Table] = []
     num_keys: Counter[str] = Counter()
-    vocabularies = {"item": catalogue, "query": queries}
-    for kind_index, shapes in enumerate(counter.shapes):
-        events = to_columns(rows.filter(pc.equal(rows["kind_index"], kind_index)))
-        if not len(events["row"]):
+    for kind_index, kinds in enumerate((("item", "pair"), ("query",))):
+        if kind_index not in rows:
             continue
-        counts = counter.count(kind_index, events)
-        for kind in shapes:
-            if kind in COUNTED:  # not the gap of pairs
-                table = key_rows(kind, counts, events, vocabularies, counter.config)
-                tables.append(table)
-                num_keys[kind] = len(table)
-    part = write_part(uri, pa.concat_tables(tables)) if tables else None
-    return WrittenBucket(part, num_keys)
-
-
-def key_rows(
-    kind: str,
-    counts: Columns,
-    events: Columns,
-    vocabularies: dict[str, Vocabulary],
-    config: SearchConfig,
-) -> pa.Table:
-    """Return the table's rows of one kind of key: ids and features of each key.
-
-    Args:
-        kind: Kind of key: `item`, `query` or `pair`.
-        counts: Counts (E, W, M) of the events by kind, and the `gap` (E,) of pairs.
-        events: Columns `item` and `query` (E,): indices into `vocabularies`, -1 without
-            a query.
-        vocabularies: Ids of items and texts of queries.
-        config: Settings of the features.
-    """
-    key_columns = KEY_COLUMNS[kind]
-    code = np.zeros(len(events["row"]), np.int64)
-    for name in key_columns:
-        code = code << 32 | events[name]
-    first_event = np.unique(code, return_index=True)[1]  # (keys,)
-    first_event = first_event[code[first_event] >= 0]  # a query of -1 makes no key
-    names = [kind, "gap"] if kind == "pair" else [kind]
-    key_counts = {name: counts[name][first_event] for name in names}
-    features_by_name = compute_features(key_counts, config)
-    columns = {name: features_by_name[name] for name in features_by_key(config)[kind]}
-    for name in key_columns:
-        ids = vocabularies[name].ids_at(events[name][first_event])
-        columns[TABLE_COLUMNS[name]] = ids.cast(pa.string())
-    schema = counts_schema(features_by_key(config).values())
-    arrays = []
-    for field in schema:
-        if field.name in columns:
-            arrays.append(columns[field.name])
-        else:
-            arrays.append(pa.nulls(len(first_event), field.type))
-    return pa.table(arrays, names=schema.names).cast(schema)
+        features = counter.compute(kind_index, to_columns(rows[kind_index]))
+        columns = counter.names[kind_index]
+        events = (
+            rows[kind_index]
+            .select("item", "query")
+            .hstack(
+                [
+                    pl.Series(name, values, pl.Float32)
+                    for name, values in zip(columns, features.T, strict=True)
+                ]
+            )
+        )
+        for kind in kinds:
+            # all events of a key have the same features, those of the snapshot time
+            keys = events.filter(pl.col(KEYS[kind][-1]) >= 0).unique(KEYS[kind])
+            keys = keys.sort(KEYS[kind])
+            table = keys.select(names[kind]).to_arrow()
+            for column in KEYS[kind]:
+                ids = vocabularies[column].ids_at(keys[column].to_numpy())
+                ids = ids.cast(pa.string())
+                table = table.append_column(TABLE_COLUMNS[column], ids)
+            tables.append(table)
+            num_keys[kind] = keys.height
+    if not tables:
+        return None, num_keys
+    # columns of other kinds of key are null
+    table = pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
+    return write_part(uri, table), num_keys

@@ -5,43 +5,34 @@ of its item, where pairs are counted too, and to the bucket of its query. Counts
 of the request's time, the time of its earliest result, so a search never counts
 itself. `feature_groups` groups the features for HFG-Attention.
 
+Counts, the gap in hours, position and page are log(1 + value); rates are smoothed. A
+pair that was not shown before has gap 0 and `pair_seen` 0. Hour and weekday are in UTC.
+No value is missing.
+
 Shapes: E events, W windows, M counted labels, F features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
+import polars as pl
 
 from core.options import check_known
 from core.schemas import FeatureGroup
 from models.search.counts import HOURS, time_features
-from pipelines.prepare.events.columns import (
-    bool_column,
-    dictionary_column,
-    encode_ids,
-    known_columns,
-    known_times,
-    read_part,
-)
-from pipelines.prepare.kinds.search.config import SearchConfig
-from pipelines.prepare.kinds.search.requests import find_requests
 from pipelines.prepare.reading.durations import HOUR_MS
 from pipelines.prepare.sequences.counts import (
     NO_GAP,
     Columns,
-    KeyCounter,
-    smooth_rates,
-    stack_columns,
+    count_features,
     window_counts,
 )
 from pipelines.prepare.sequences.custom_features import plain_name
+from pipelines.prepare.settings.search import SearchConfig
 
-IDS = ("user_id", "item_id", "request_id", "query")
 IMPRESSION_LABELS = ("exposures", "clicks")
 COUNTED = {
     "pair": IMPRESSION_LABELS,
@@ -66,160 +57,92 @@ CONTEXT_GROUP = "context"
 """Default group of position and time."""
 
 
-@dataclass(frozen=True)
-class SearchCounter(KeyCounter):
-    """Counts items and pairs by the key `item`, and queries by the key `query`."""
-
-    config: SearchConfig
-    """Windows, delay and smoothing of the counts."""
-    click: str
-    """Label of clicks."""
-    is_late: bool = False
-    """Whether clicks may become known later than their event: events have the column
-    `known_CLICK`."""
-    as_of_ms: int | None = None
-    """Time in ms as of which all events are counted; None: the time of their
-    request."""
-
-    @property
-    def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
-        """The shapes (W, M) of the counts per event; the gap of a pair is a number."""
-        num_windows = len(self.config.windows_ms)
-        shapes = {kind: (num_windows, len(labels)) for kind, labels in COUNTED.items()}
-        return [
-            {"item": shapes["item"], "pair": shapes["pair"], "gap": ()},
-            {"query": shapes["query"]},
+def counted_names(config: SearchConfig) -> dict[str, list[str]]:
+    """Return the names of the counted features by kind of key."""
+    names = {}
+    for key, labels in COUNTED.items():
+        measures = (*labels, "ctr")
+        names[key] = [
+            f"{key}_{measure}_{days:g}d"
+            for days in config.windows_days
+            for measure in measures
         ]
-
-    def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
-        """Read the items, queries, times and labels of a part's events.
-
-        `shared` are the `Vocabulary` of items and of queries. Events from `as_of_ms` on
-        get the key -1 and are not counted.
-        """
-        catalogue, queries = shared
-        late_columns = known_columns(self.click, self.is_late)
-        names = [*IDS, "timestamp_ms", f"label_{self.click}", *late_columns]
-        events = read_part(uri, names, IDS)
-        item = encode_ids(dictionary_column(events, "item_id"), catalogue)
-        query = encode_ids(dictionary_column(events, "query"), queries)
-        requests = find_requests(events, query, self.config, has_clock_times=True)
-        time = events["timestamp_ms"].to_numpy()
-        is_search = np.zeros(len(item), dtype=bool)
-        is_search[requests.first] = True
-        columns = {
-            "item": item,
-            "query": query,
-            "time": time,
-            "as_of": time[requests.earliest],
-            "clicks": bool_column(events, f"label_{self.click}"),
-            "searches": is_search,
-        }
-        if self.is_late:
-            columns["known"] = known_times(events, self.click)
-        if self.as_of_ms is None:
-            return [item, query], columns
-        columns["as_of"] = np.full(len(time), self.as_of_ms)
-        is_before = time < self.as_of_ms
-        return [np.where(is_before, key, -1) for key in (item, query)], columns
-
-    def count(self, kind_index: int, rows: Columns) -> Columns:
-        """Return the counts (E, W, M) of items and pairs, or of queries.
-
-        Pairs also have a gap (E,) in ms since they were last shown. An event without a
-        query has no pair: its counts are 0, its gap is NO_GAP.
-        """
-        rows = {**rows, "exposures": np.ones(len(rows["row"]), dtype=bool)}
-        item, query = rows["item"], rows["query"]
-        if kind_index == QUERY_KIND:
-            return {"query": self._count("query", query, rows)[0]}
-        pair_key = item.astype(np.int64) << 32 | query.astype(np.int64) + 1
-        pair, gap = self._count("pair", pair_key, rows)
-        has_query = query >= 0
-        return {
-            "item": self._count("item", item, rows)[0],
-            "pair": np.where(has_query[:, None, None], pair, 0),
-            "gap": np.where(has_query, gap, NO_GAP),
-        }
-
-    def _count(
-        self, kind: str, key: np.ndarray, rows: Columns
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Count the labels of one kind of key."""
-        windows, delay = self.config.windows_ms, self.config.delay_ms
-        labels, as_of = COUNTED[kind], rows["as_of"]
-        flags = _stack_labels(rows, labels)
-        counts, gap = window_counts(key, rows["time"], flags, windows, delay, as_of)
-        if "known" in rows:  # a click counts from the time at which it is known
-            clicks = _stack_labels(rows, ("clicks",))
-            late_counts, _ = window_counts(
-                key, rows["known"], clicks, windows, delay, as_of
-            )
-            counts[:, :, labels.index("clicks")] = late_counts[:, :, 0]
-        return counts, gap
-
-
-def _stack_labels(rows: Columns, names: tuple[str, ...]) -> np.ndarray:
-    """Return the labels (E, len(names)) int32."""
-    return np.stack([rows[name].astype(np.int32) for name in names], axis=1)
-
-
-def feature_names(config: SearchConfig, has_clock_times: bool) -> list[str]:
-    """Return the names of the columns that `features` computes.
-
-    Without clock times there are no counts.
-    """
-    names = []
-    if has_clock_times:
-        for key, labels in COUNTED.items():
-            for days in config.windows_days:
-                names += [f"{key}_{measure}_{days:g}d" for measure in (*labels, "ctr")]
-        if config.windows_days:
-            names += ["pair_gap", "pair_seen"]
-    names += SHOWN_FEATURES
-    if has_clock_times:
-        names += HOURS
     return names
 
 
-def features(
-    counts: Columns | None,
-    position: np.ndarray,
-    time: np.ndarray,
-    config: SearchConfig,
-    has_clock_times: bool,
-) -> np.ndarray:
-    """Compute the features (E, F) float32, in the order of `feature_names`.
+def feature_names(config: SearchConfig, has_clock_times: bool) -> list[str]:
+    """Return the names of the features; without clock times there are no counts."""
+    names = list(SHOWN_FEATURES)
+    if has_clock_times:
+        names += HOURS
+        if config.windows_days:
+            counted = chain.from_iterable(counted_names(config).values())
+            names = [*counted, *QUERY_FEATURES, *names]
+    return names
 
-    Counts, the gap in hours, position and page are log(1 + value); rates are smoothed.
-    A pair that was not shown before has gap 0 and `pair_seen` 0. Hour and weekday are
-    in UTC. No value is missing.
+
+def context_features(
+    events: pl.DataFrame, config: SearchConfig, has_clock_times: bool
+) -> np.ndarray:
+    """Return the features (E, 2 or 6) of position and, with clock times, of `as_of`."""
+    position = events["position"].to_numpy().clip(0)
+    columns = [np.log1p(position), np.log1p(position // config.page_size)]
+    if has_clock_times:
+        columns += list(time_features(events["as_of"].to_numpy()).T)
+    return np.stack([column.astype(np.float32) for column in columns], axis=1)
+
+
+def count_keys(kind_index: int, rows: Columns, config: SearchConfig) -> np.ndarray:
+    """Count the events of some items, with their pairs, or of some queries.
+
+    An event without a query has no pair: its counts are 0, its gap is NO_GAP.
 
     Args:
-        counts: Counts (E, W, M) by kind of key, and the `gap` (E,) in ms of pairs; None
-            without windows.
-        position: Rank (E,) at which a result is shown, from 0.
-        time: Time (E,) in ms of each event's request.
+        kind_index: 0 for items, QUERY_KIND for queries.
+        rows: Columns `item`, `query`, `time`, `known`, `as_of`, `click` and
+            `is_search` (E,) of all events with the keys.
         config: Settings of the features.
-        has_clock_times: Whether times are clock times.
+
+    Returns:
+        The features (E, F): of pairs, items, and the gaps of pairs, or of queries.
     """
-    columns: list[np.ndarray] = []
-    if counts is not None:
-        for key in COUNTED:
-            for window in range(len(config.windows_ms)):
-                # (E, M): exposures, clicks, ...
-                count = counts[key][:, window].astype(np.float64)
-                rate = smooth_rates(
-                    count[:, 1], count[:, 0], config.ctr_prior, config.ctr_strength
-                )
-                columns += [*np.log1p(count).T, rate]
-        gap = counts["gap"]
-        columns += [np.log1p(gap.clip(0) / HOUR_MS), gap >= 0]
-    position = position.clip(0)
-    columns += [np.log1p(position), np.log1p(position // config.page_size)]
-    if has_clock_times:
-        columns += list(time_features(time).T)
-    return stack_columns(columns)
+
+    def count(key: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the features (E, W * (M + 1)) of a key's counts, and the gap (E,)."""
+        one, click = np.ones(len(key), np.int32), rows["click"].astype(np.int32)
+        flags = [one, click, rows["is_search"].astype(np.int32)][: len(COUNTED[kind])]
+        windows, delay, as_of = config.windows_ms, config.delay_ms, rows["as_of"]
+        labels = np.stack(flags, axis=1)
+        counts, gap = window_counts(key, rows["time"], labels, windows, delay, as_of)
+        if not np.array_equal(rows["known"], rows["time"]):
+            # a click counts from the time at which it is known
+            late, _ = window_counts(
+                key, rows["known"], click[:, None], windows, delay, as_of
+            )
+            counts[:, :, 1] = late[:, :, 0]
+        return counts, gap
+
+    def rate(counts: np.ndarray) -> np.ndarray:
+        return count_features(counts, 1, config.ctr_prior, config.ctr_strength)
+
+    item, query = rows["item"], rows["query"]
+    if kind_index == QUERY_KIND:
+        return rate(count(query, "query")[0])
+    pair, gap = count(item.astype(np.int64) << 32 | query.astype(np.int64) + 1, "pair")
+    pair[query < 0] = 0
+    gap[query < 0] = NO_GAP
+    seen = np.stack([np.log1p(gap.clip(0) / HOUR_MS), gap >= 0], axis=1)
+    return np.hstack([rate(pair), rate(count(item, "item")[0]), seen])
+
+
+def never_counted(config: SearchConfig) -> dict[str, float]:
+    """Return the counted features of keys without events, by name."""
+    values = dict.fromkeys(QUERY_FEATURES, 0.0)
+    for kind, names in counted_names(config).items():
+        counts = np.zeros((1, len(config.windows_ms), len(COUNTED[kind])))
+        features = count_features(counts, 1, config.ctr_prior, config.ctr_strength)
+        values |= dict(zip(names, features[0].astype(np.float32).tolist(), strict=True))
+    return values
 
 
 def feature_groups(
@@ -232,7 +155,6 @@ def feature_groups(
             first.
         names: Names of `feature_names`.
         custom_groups: Default group of each column of custom features.
-
     """
     declared_group: dict[str, str] = {}
     for group, members in config.groups.items():

@@ -3,290 +3,287 @@
 `python -m jobs.prepare` makes them if the source file has
 `prepare: {kind: search, behaviour: click}`.
 
-Shapes: E events of a part, R requests (searches), C candidates of all requests,
-F features.
+Shapes: E events of a part, F features.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
-from core.ragged import run_starts
-from core.schemas import CARRIED, QUERIES, QueriesInfo, SearchInfo, search_schema
-from core.tables import Table, write_part
-from pipelines.prepare.events.columns import (
-    bool_column,
-    dictionary_column,
-    read_part,
-    sorted_unique,
+from core.schemas import (
+    CARRIED,
+    QUERIES,
+    AsOfInfo,
+    EventsInfo,
+    QueriesInfo,
+    SearchInfo,
+    search_schema,
 )
+from core.splits import SPLITS
+from core.tables import Table, write_part
+from pipelines.prepare.events.columns import dictionary_column, read_part
 from pipelines.prepare.events.event_stats import IdCounts
-from pipelines.prepare.executor import Call
-from pipelines.prepare.kinds.search.config import SearchConfig, bool_labels
 from pipelines.prepare.kinds.search.features import (
-    IDS,
-    SearchCounter,
+    QUERY_FEATURES,
+    check_feature_names,
+    context_features,
+    count_keys,
+    counted_names,
     feature_groups,
     feature_names,
-    features,
     features_unknown_when_ranking,
+    never_counted,
 )
-from pipelines.prepare.kinds.search.requests import find_requests
+from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_searches
 from pipelines.prepare.reading.durations import MINUTE_MS
+from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
-from pipelines.prepare.sequences.as_of import (
-    share_items,
-)
+from pipelines.prepare.sequences.as_of import share_items
 from pipelines.prepare.sequences.builder import (
-    Behaviours,
     BuiltTable,
-    EventsPart,
-    Lookups,
-    PartDraft,
-    Requests,
     SequenceBuilder,
-    SequencesStep,
     TrainingStats,
-    to_vectors,
 )
-from pipelines.prepare.sequences.counts import Columns, KeyCounter, gather_counts
+from pipelines.prepare.sequences.counts import Columns, KeyCounter
 from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
     default_groups,
     item_columns,
 )
-from pipelines.prepare.sequences.splits import (
-    SPLITS,
-    require_training,
-    tied_targets,
-)
+from pipelines.prepare.sequences.lookups import Lookups, share_vocabulary
+from pipelines.prepare.sequences.splits import count_splits, require_training
+from pipelines.prepare.settings.config import PrepareConfig
 
 QUERIES_PER_PART = 1_000_000
 
 
 @dataclass(frozen=True)
 class SearchBuilder(SequenceBuilder):
-    """Builds the sequences of a search log from its events."""
+    """The kind `search`: a request is a search, which asks for its results' clicks."""
 
-    labels: list[str]
-    """Bool labels of the log; the first makes a result a behaviour."""
-    has_clock_times: bool
-    """Whether times are clock times; without them there are no windowed counts, and no
-    features of hour and weekday."""
-    search: SearchConfig
-    """Settings of the features."""
+    name = "search"
+    info_class = SearchInfo
+    uses_all_events = True
+    reads_as_of_features = True
+    has_counts = True
+    statistics = (
+        "requests_without_history",
+        "queries",
+        "candidates",
+        "requests_one_class",
+        "requests_without_query",
+        "requests_outside",
+        "requests_spread",
+        "max_request_spread_ms",
+        "candidates_outside",
+    )
+    text_tables = ("items", "queries", "pairs", "tokens")
+    first_model = "qgs"
+    simulated_source = "simulated_search"
+    ids = ("user_id", "item_id", "request_id", "query")
 
-    ids = IDS
+    @staticmethod
+    def check_settings(source: Log, config: PrepareConfig) -> None:
+        """Raise UserError for settings or names of features that do not fit the log."""
+        if config.behaviour is None:
+            raise UserError(
+                f"behaviour is not set, but kind search needs one of the bool labels "
+                f"{', '.join(source.info.bool_labels)}"
+            )
+        custom_groups = default_groups(source, config.search.item_features)
+        names = feature_names(config.search, source.info.clock)
+        check_feature_names(config.search, names, custom_groups)
+
+    @staticmethod
+    def draw_log(settings: Settings) -> SimulatedLog:
+        """Draw searches with clicks, purchases and dwell time."""
+        return draw_searches(settings)
 
     @property
-    def behaviour_label(self) -> str:
-        """Label that makes a result a behaviour."""
-        return self.labels[0]
+    def labels(self) -> list[str]:
+        """Bool labels of the log, with the label that makes behaviours first."""
+        return sorted(
+            self.source.info.bool_labels,
+            key=lambda name: name != self.config.behaviour,
+        )
 
     @property
     def columns(self) -> list[str]:
         """Columns of `events` that are read."""
-        names = [name for name in self.schema.names if name.startswith(CARRIED)]
-        return [*IDS, "timestamp_ms", "position", *names]
-
-    @cached_property
-    def features(self) -> list[str]:
-        """Names of the features, in the order of their columns."""
-        return feature_names(self.search, self.has_clock_times)
+        names = [name for name in self.source.schema.names if name.startswith(CARRIED)]
+        return [*self.ids, "timestamp_ms", "position", *names]
 
     @property
-    def is_windowed(self) -> bool:
-        """Whether the features have windowed counts."""
-        return self.has_clock_times and bool(self.search.windows_ms)
+    def item_columns(self) -> pa.Schema:
+        """Columns of the item files that models read."""
+        return item_columns(self.source, self.config.search.item_features)
 
-    @cached_property
+    @property
+    def joined_schema(self) -> pa.Schema:
+        """Schema of the events with the features that are joined to them."""
+        return pa.schema([*super().joined_schema, *self.item_columns])
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features, in the order of their columns."""
+        return feature_names(self.config.search, self.source.info.clock)
+
+    @property
+    def windows(self) -> list[str]:
+        """Windows of the counts; empty without clock times."""
+        days = self.config.search.windows_days if self.source.info.clock else []
+        return [f"{length:g}d" for length in days]
+
+    @property
     def output(self) -> pa.Schema:
         """Schema of `sequences`."""
         return search_schema(self.joined_schema, self.labels, len(self.features))
 
+    def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
+        """Find the search of each event, whose time is that of its earliest event.
+
+        A search is identified by user, request id and query. If a request id has
+        several queries, each is a search, and all take the time of the earliest event
+        (`earliest` is its row). So no click for one query is in another query's
+        history. Events without a request id are a search if they have the same user,
+        time and query. `first` is the row of the earliest event of a search.
+        """
+        row, at = pl.col("row"), pl.col("timestamp_ms")
+        has_id = pl.col("request_id").cast(pl.String) != ""
+        request = ["user", "request_id", pl.when(has_id).then(0).otherwise(at)]
+        events = events.with_columns(
+            earliest=row.min().over(request), as_of=at.min().over(request)
+        )
+        events = events.with_columns(
+            first=row.min().over("earliest", "query_index"), spread=at - pl.col("as_of")
+        )
+        limit = self.config.search.max_request_minutes
+        reused = events.filter(pl.col("spread") > limit * MINUTE_MS)
+        if self.source.info.clock and reused.height:
+            longest = reused.sort("spread").row(-1, named=True)
+            raise UserError(
+                f"request '{longest['request_id']}' of user '{longest['user_id']}' has "
+                f"results {longest['spread'] / MINUTE_MS:,.1f} minutes apart, over "
+                f"search.max_request_minutes {limit:g}: 'request' may be an id that is "
+                f"reused"
+            )
+        return events
+
+    def add_features(
+        self, events: pl.DataFrame, counted: pa.Table | None
+    ) -> pl.DataFrame:
+        """Add the column `features`, as of the time of the search."""
+        has_clock_times = self.source.info.clock
+        features = context_features(events, self.config.search, has_clock_times)
+        if self.windows:
+            names = self.features[: -features.shape[1]]
+            counts = SearchCounter(self).gather(counted, events.height, names)
+            features = np.hstack([counts, features])
+        labels = pl.col([f"label_{name}" for name in self.labels]).fill_null(False)
+        return events.with_columns(
+            labels.name.prefix("is_"), pl.Series("features", features)
+        )
+
     def form_requests(
-        self,
-        part: EventsPart,
-        behaviours: Behaviours,
-        count: Counter[str],
-    ) -> Requests:
-        """Form one request per search that shows an item of the catalogue.
+        self, events: pl.DataFrame, behaviours: pl.DataFrame, count: Counter[str]
+    ) -> pl.DataFrame:
+        """Return a request per search that shows an item of the catalogue.
 
         Requests that are older than the oldest behaviour of a truncated user are
-        dropped.
+        dropped. Requests are sorted by (user, time, request id, query), their results
+        by position.
         """
-        query = part.query
-        position = part.table["position"].to_numpy()
-        searches = find_requests(part.table, query, self.search, self.has_clock_times)
-        in_catalogue = part.item >= 0
-        request_time = part.time[searches.earliest]  # (E,)
-        is_too_old = request_time < behaviours.oldest[part.user]
-        order, begins_request = searches.sort(query, position)
-        request = np.cumsum(begins_request) - 1  # (E,) request of each sorted event
-        is_candidate = (in_catalogue & ~is_too_old)[order]
-        candidate = order[is_candidate]
-        start = run_starts(request[is_candidate])
-        # the event of a request is its earliest, even if that is outside the catalogue
-        row = searches.first[candidate[start]]
-
-        num_in_catalogue = np.bincount(request, weights=in_catalogue[order])
-        is_truncated = is_too_old[order][begins_request] & (num_in_catalogue > 0)
-        count["at_position_0"] = int((position == 0).sum())
-        count["at_position_1"] = int((position == 1).sum())
-        count["requests_outside"] = int((num_in_catalogue == 0).sum())
-        count["candidates_outside"] = int((~in_catalogue).sum())
-        count["requests_truncated"] = int(is_truncated.sum())
-        count["requests_without_query"] = int((query[row] < 0).sum())
-        spread = searches.spread(part.time)
-        count["requests_spread"] = len(sorted_unique(searches.first[spread > 0]))
-        count["max_spread_ms"] = int(spread.max())
-        return Requests(row, request_time[row], candidate, start, request_time)
-
-    def compute_features(
-        self,
-        part: EventsPart,
-        requests: Requests,
-        pieces: list[Columns] | None,
-    ) -> np.ndarray:
-        """Return the features (E, F) float32 of events, as of their request."""
-        counts = None
-        if pieces is not None:
-            counter = SearchCounter(self.search, self.behaviour_label)
-            counts = gather_counts(counter, len(part.time), pieces)
-        position = part.table["position"].to_numpy()
-        return features(
-            counts, position, requests.as_of, self.search, self.has_clock_times
+        is_truncated = behaviours.filter("is_truncated")
+        oldest = is_truncated.group_by("user").agg(oldest=pl.col("known").min())
+        events = events.join(oldest, on="user", how="left", maintain_order="left")
+        is_old = (pl.col("as_of") < pl.col("oldest")).fill_null(False)
+        is_inside = pl.col("item_index") >= 0
+        searches = events.group_by("first").agg(
+            is_outside=~is_inside.any(),
+            is_old=is_old.first(),
+            has_spread=(pl.col("spread") > 0).any(),
         )
+        is_outside = pl.col("is_outside")
+        sizes = events.select(
+            at_position_0=(pl.col("position") == 0).sum(),
+            at_position_1=(pl.col("position") == 1).sum(),
+            candidates_outside=(~is_inside).sum(),
+            max_spread_ms=pl.col("spread").max(),
+        ).hstack(
+            searches.select(
+                requests_outside=is_outside.sum(),
+                requests_truncated=(pl.col("is_old") & ~is_outside).sum(),
+                requests_spread=pl.col("has_spread").sum(),
+            )
+        )
+        count.update(sizes.row(0, named=True))
 
-    def behaviour_columns(self, draft: PartDraft) -> dict[str, pa.Array]:
-        """Return the items, queries and features of the behaviours (N,)."""
-        vectors = to_vectors(draft.features[draft.row], pa.float32())
-        query = draft.part.query[draft.row]
-        columns = super().behaviour_columns(draft)
-        return columns | {"query_index": pa.array(query), "features": vectors}
+        shown = events.filter(is_inside & ~is_old)
+        shown = shown.sort("earliest", "query_index", "position", maintain_order=True)
+        labels = [f"label_{name}" for name in self.labels]
+        requests = shown.group_by("first", maintain_order=True).agg(
+            pl.first("user", "user_id", "item_id", "query_index"),
+            pl.first("as_of").alias("timestamp_ms"),
+            pl.col("item_index").alias("candidates"),
+            pl.col("position").alias("positions"),
+            pl.col([f"is_{name}" for name in labels]).name.map(lambda n: n[3:]),
+            pl.col("features").arr.explode(),
+            pl.col(self.custom_columns),
+        )
+        count["requests_without_query"] = int((requests["query_index"] < 0).sum())
+        return requests
 
-    def user_columns(
-        self, draft: PartDraft, count: Counter[str]
-    ) -> dict[str, pa.Array]:
-        """Return the column `requests`, with the shown results of each request."""
-        table, query = draft.part.table, draft.part.query[draft.requests.row]
-        labels = {
-            f"label_{name}": bool_column(table, f"label_{name}") for name in self.labels
-        }
-        _count_candidates(draft, labels[f"label_{self.behaviour_label}"], count)
-        per_candidate = {
-            "positions": table["position"].to_numpy(),
-            "features": draft.features,
-            **labels,
-        }
-        per_request = {"query_index": pa.array(query)}
-        column = self.request_column(draft, count, per_request, per_candidate)
-        return {"requests": column}
+    def collect_users(
+        self, requests: pl.DataFrame, behaviours: pl.DataFrame, count: Counter[str]
+    ) -> pl.DataFrame:
+        """Return a row per user, and count candidates and requests of one class."""
+        candidates = requests.select("split", "candidates").explode("candidates")
+        count_splits(count, "candidates", candidates)
+        clicked = pl.col(f"label_{self.config.behaviour}").list
+        is_one_class = clicked.any() == clicked.all()
+        count_splits(count, "one_class", requests.filter(is_one_class))
+        lengths = requests["candidates"].list.len()
+        count["max_candidates"] = int(lengths.max())  # type: ignore[arg-type]
+        return super().collect_users(requests, behaviours, count)
 
-    def training_stats(self, draft: PartDraft, table: pa.Table) -> TrainingStats:
+    def training_stats(
+        self, requests: pl.DataFrame, behaviours: pl.DataFrame
+    ) -> TrainingStats:
         """Return the statistics of custom features over training candidates."""
-        requests = table["requests"].combine_chunks().flatten()
-        is_train = pc.equal(pc.struct_field(requests, "split"), "train")
-        train = requests.filter(is_train)
-        columns = {
-            name: pc.struct_field(train, name).flatten() for name in self.custom_columns
-        }
-        return TrainingStats(TrainingValues.from_columns(columns))
+        train = requests.filter(split="train")
+        candidates = train.select(pl.col(self.custom_columns).explode())
+        return TrainingStats(TrainingValues.from_frame(candidates))
 
-
-def _count_candidates(
-    draft: PartDraft, is_clicked: np.ndarray, count: Counter[str]
-) -> None:
-    """Count candidates, and requests with all or no clicks, for each split."""
-    requests = draft.requests
-    num_candidates = requests.lengths  # (R,)
-    clicks = is_clicked[requests.candidate].astype(np.int64)  # (C,)
-    num_clicks = np.add.reduceat(clicks, requests.start)  # (R,)
-    is_one_class = (num_clicks == 0) | (num_clicks == num_candidates)
-    count["max_candidates"] = int(num_candidates.max())
-    for code, name in enumerate(SPLITS):
-        in_split = draft.split == code
-        count[f"candidates_{name}"] = int(num_candidates[in_split].sum())
-        count[f"one_class_{name}"] = int(is_one_class[in_split].sum())
-
-
-@dataclass(frozen=True)
-class SearchStep(SequencesStep):
-    """The step of prepare that makes the sequences of a search log."""
-
-    info_class = SearchInfo
-
-    queries: Table[QueriesInfo]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that the table depends on, including the settings of features."""
-        config = self.run.config
-        return super().settings | {
-            "behaviour": config.behaviour,
-            "search": asdict(config.kind_config),
+    def make_inputs(self, run: Run, events: Table[EventsInfo]) -> dict[str, Table]:
+        """Make the tables of queries and of joined features."""
+        return {
+            **super().make_inputs(run, events),
+            "queries": make_queries(run, events),
         }
 
-    @property
-    def inputs(self) -> dict[str, str]:
-        """Hashes of the input tables, including `queries`."""
-        return super().inputs | {"queries": self.queries.hash}
-
-    @property
-    def joined_schema(self) -> pa.Schema:
-        """Schema of the features that are joined to each event as of its time."""
-        return pa.schema([*super().joined_schema, *self._item_columns])
-
-    @property
-    def _item_columns(self) -> pa.Schema:
-        """Columns of the item files that models read."""
-        return item_columns(self.run.source, self.run.config.kind_config.item_features)
-
-    def create_builder(self) -> SearchBuilder:
-        """Return the builder of the parts."""
-        run = self.run
-        return SearchBuilder(
-            schema=run.source.schema,
-            split=self.split,
-            max_events=run.config.max_events,
-            joined=self.joined_schema,
-            labels=bool_labels(run.source, run.config.behaviour),
-            has_clock_times=self.events.info.log.clock,
-            search=run.config.kind_config,
-        )
-
-    def share_lookups(self) -> Lookups:
+    def share_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
         """Store the ids, queries and joined tables that every part looks up."""
-        lookups = super().share_lookups()
-        items = share_items(self.run, self._item_columns.names)
-        queries = self.run.tables.read_vocabulary("queries", "query")
+        lookups = super().share_lookups(run, as_of)
+        items = share_items(run, self.item_columns.names)
+        queries = share_vocabulary(run, "queries", "query")
         return replace(lookups, queries=queries, as_of=(*lookups.as_of, *items))
 
-    def create_counter(
-        self, builder: SearchBuilder, lookups: Lookups
-    ) -> tuple[KeyCounter, Call] | None:
+    def create_counter(self, run: Run) -> KeyCounter | None:
         """Return the counter of items, pairs and queries; None without windows."""
-        if not builder.is_windowed:
-            return None
-        click = builder.behaviour_label
-        is_late = f"known_{click}" in builder.schema.names
-        counter = SearchCounter(builder.search, click, is_late)
-        return counter, (lookups.catalogue, lookups.queries)
+        return SearchCounter(self) if self.windows else None
 
-    def describe(self, builder: SearchBuilder, built: BuiltTable) -> dict[str, Any]:
+    def describe(self, run: Run, built: BuiltTable) -> dict[str, Any]:
         """Return names and groups of the features, and counts of requests."""
-        config, source = self.run.config, self.run.source
-        count = built.count
+        config, source, count = self.config.search, self.source, built.count
         if not built.parts:
             raise UserError(
                 f"none of the {count['requests_outside']:,} requests shows an item of "
@@ -300,21 +297,18 @@ class SearchStep(SequencesStep):
             )
         requests = built.per_split("requests")
         require_training(requests, "request")
-        windows = config.kind_config.windows_days if builder.is_windowed else []
-        custom_groups = default_groups(source, config.kind_config.item_features)
+        custom_groups = default_groups(source, config.item_features)
         return {
-            "tied_targets": tied_targets(count),
-            "queries": self.queries.rows,
-            "labels": builder.labels,
-            "features": builder.features,
-            "groups": feature_groups(
-                config.kind_config, builder.features, custom_groups
-            ),
+            "tied_targets": built.tied_targets(),
+            "queries": run.tables.current("queries").rows,
+            "labels": self.labels,
+            "features": self.features,
+            "groups": feature_groups(config, self.features, custom_groups),
             "unknown_when_ranking": features_unknown_when_ranking(
-                config.kind_config, custom_groups
+                config, custom_groups
             ),
-            "windows": [f"{days:g}d" for days in windows],
-            "search": asdict(config.kind_config),
+            "windows": self.windows,
+            "search": asdict(config),
             "max_candidates": count["max_candidates"],
             "requests": requests,
             "candidates": built.per_split("candidates"),
@@ -326,12 +320,12 @@ class SearchStep(SequencesStep):
             "requests_without_query": count["requests_without_query"],
             "requests_spread": count["requests_spread"],
             "max_request_spread_ms": count["max_spread_ms"],
-            "item_features": self._item_columns.names,
+            "item_features": self.item_columns.names,
         }
 
-    def report(self, sequences: Table[Any], seconds: float) -> None:
+    def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
         """Report the sizes of the table, and counts of dropped or unusual requests."""
-        info, report = sequences.info, self.run.report
+        info, report = sequences.info, run.report
         requests = sum(info.requests.values())
         candidates = sum(info.candidates.values())
         one_class = sum(info.requests_one_class.values())
@@ -359,6 +353,69 @@ class SearchStep(SequencesStep):
                 f"different times, up to {span} apart; a request's time is that of its "
                 f"earliest result"
             )
+
+    @staticmethod
+    def warn(info: Any) -> Iterator[str]:
+        """Yield a line for each split whose requests have one class only."""
+        for name in SPLITS:
+            requests = info.requests[name]
+            if requests and info.requests_one_class[name] == requests:
+                yield (
+                    f"all {requests:,} {name} requests have one class only, so there "
+                    f"is no GAUC"
+                )
+
+
+@dataclass(frozen=True)
+class SearchCounter(KeyCounter):
+    """Counts items and pairs by the key `item`, and queries by the key `query`."""
+
+    builder: SearchBuilder
+    as_of_ms: int | None = None
+    """Time in ms as of which all earlier events are counted; None: the time of their
+    request."""
+
+    @property
+    def names(self) -> list[list[str]]:
+        """Names of the features of each kind of key."""
+        names = counted_names(self.builder.config.search)
+        return [[*names["pair"], *names["item"], *QUERY_FEATURES], names["query"]]
+
+    @property
+    def never(self) -> dict[str, float]:
+        """Features of a key without events, by name."""
+        return never_counted(self.builder.config.search)
+
+    def read_keys(
+        self, uri: str, lookups: Lookups
+    ) -> tuple[list[np.ndarray], pl.DataFrame]:
+        """Read the items, queries, times and labels of a part's events."""
+        builder = self.builder
+        click = f"label_{builder.config.behaviour}"
+        known = click.replace("label_", "known_", 1)
+        names = [*builder.ids, "timestamp_ms", click, known]
+        names = [name for name in names if name in builder.source.schema.names]
+        table = read_part(uri, names, builder.ids)
+        events = builder.add_times(builder.open_events(table, lookups))
+        columns = events.select(
+            pl.col("item_index").alias("item"),
+            pl.col("query_index").alias("query"),
+            pl.col("timestamp_ms").alias("time"),
+            "known",
+            "as_of",
+            click=pl.col(click).fill_null(False),
+            is_search=pl.col("first") == pl.col("row"),
+        )
+        keys = [columns[name].to_numpy() for name in ("item", "query")]
+        if self.as_of_ms is not None:
+            is_before = columns["time"].to_numpy() < self.as_of_ms
+            keys = [np.where(is_before, key, -1) for key in keys]
+            columns = columns.with_columns(as_of=pl.lit(self.as_of_ms, pl.Int64))
+        return keys, columns
+
+    def compute(self, kind_index: int, rows: Columns) -> np.ndarray:
+        """Return the features (E, F) of items and pairs, or of queries."""
+        return count_keys(kind_index, rows, self.builder.config.search)
 
 
 def make_queries(run: Run, events: Table) -> Table:

@@ -19,17 +19,16 @@ Shapes: E events, K tasks, A actions that models read.
 from __future__ import annotations
 
 from dataclasses import field, replace
+from itertools import chain
 from typing import Annotated
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
+import polars as pl
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Fraction, check_known
 from core.schemas import LogInfo
-from pipelines.prepare.events.columns import bool_column
 from pipelines.prepare.reading.durations import WindowSettings
 from pipelines.prepare.reading.log import check_names, check_range
 
@@ -95,17 +94,16 @@ class Task:
                     f"or 'at_least'"
                 )
 
-    def values(self, events: pa.Table) -> np.ndarray:
-        """Return the task (E,) bool of each event; a missing label counts as false."""
-        if self.label is None or self.threshold is None:
-            flags = [bool_column(events, f"label_{label}") for label in self.labels]
-            return np.logical_or.reduce(flags)
-        compare = pc.greater if self.above is not None else pc.greater_equal
+    @property
+    def holds(self) -> pl.Expr:
+        """Whether the task holds for an event; a missing label counts as false."""
+        values = pl.col([f"label_{label}" for label in self.labels])
         # in float32 like the labels, so a label of 3.3 is at least 3.3
-        threshold = pa.scalar(self.threshold, pa.float32())
-        label_values = events[f"label_{self.label}"].combine_chunks()
-        is_over = compare(label_values, threshold)
-        return pc.fill_null(is_over, False).to_numpy(zero_copy_only=False)
+        if self.above is not None:
+            values = values > pl.lit(self.above, pl.Float32)
+        elif self.at_least is not None:
+            values = values >= pl.lit(self.at_least, pl.Float32)
+        return pl.any_horizontal(values.fill_null(False))
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -152,16 +150,16 @@ class Input:
             )
         return Input(self.label, [float(bound) for bound in bounds], self.log_unit)
 
-    def values(self, events: pa.Table) -> np.ndarray:
+    def values(self, events: pl.DataFrame) -> np.ndarray:
         """Return the input (E,) float32 of each event, from 0 to 1.
 
         A missing label becomes 0.
         """
+        label = events[f"label_{self.label}"]
         if self.range is None:
-            return bool_column(events, f"label_{self.label}").astype(np.float32)
+            return label.fill_null(False).to_numpy().astype(np.float32)
         low, high = self.range
-        label = pc.fill_null(events[f"label_{self.label}"].combine_chunks(), low)
-        value = label.to_numpy(zero_copy_only=False).astype(np.float64)
+        value = label.fill_null(low).to_numpy().astype(np.float64)
         unit = self.log_unit or 1.0
         distance = (value.clip(low, high) - low) / unit
         length = (high - low) / unit
@@ -284,18 +282,19 @@ class ActionsConfig:
         labels += [value.label for value in self.inputs.values()]
         return list(dict.fromkeys(labels))
 
+    def key_features(self, key: str) -> list[str]:
+        """Return the names of the features of one kind of key."""
+        names: list[str] = []
+        for days in self.counts.windows_days:
+            names.append(f"{key}_exposures_{days:g}d")
+            names += [f"{key}_{label}_{days:g}d" for label in self.counted_labels]
+            names += [f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels]
+        return names
+
     @property
     def features(self) -> list[str]:
-        """Names of the features, in the order of `features.features`."""
-        names: list[str] = []
-        for key in self.counts.keys:
-            for days in self.counts.windows_days:
-                names.append(f"{key}_exposures_{days:g}d")
-                names += [f"{key}_{label}_{days:g}d" for label in self.counted_labels]
-                names += [
-                    f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels
-                ]
-        return names
+        """Names of all features, by kind of key."""
+        return list(chain.from_iterable(map(self.key_features, self.counts.keys)))
 
 
 def label_type(label: str, labels: dict[str, str], key: str) -> str:

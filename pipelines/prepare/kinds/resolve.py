@@ -8,9 +8,9 @@ from typing import Any
 from core.errors import raise_first
 from core.options import check_known
 from pipelines.prepare.kinds.registry import KINDS
-from pipelines.prepare.prepare_config import PrepareConfig
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.times import MAX_TIME_MS, MIN_TIME_MS
+from pipelines.prepare.settings.config import PrepareConfig
 
 
 def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> PrepareConfig:
@@ -32,7 +32,7 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     late_label = ""
     if config.behaviour in info.known:
         late_label = f"label '{config.behaviour}', known later than its event,"
-    has_counts = kind.has_counts and info.clock and config.kind_config.windows_days
+    has_counts = kind.has_counts and info.clock and config.search.windows_days
     retrieval_only = {
         "history": info.history,
         "duplicates": config.duplicates != "drop",

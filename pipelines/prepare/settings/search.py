@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Fraction
 from pipelines.prepare.reading.durations import WindowSettings
-from pipelines.prepare.reading.log import Log, check_names
+from pipelines.prepare.reading.log import check_names
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -61,8 +61,3 @@ class SearchConfig(WindowSettings):
                         f"in '{group}'"
                     )
                 group_of[name] = group
-
-
-def bool_labels(source: Log, behaviour: str | None) -> list[str]:
-    """Return the log's bool labels, with the label that makes behaviours first."""
-    return sorted(source.info.bool_labels, key=lambda name: name != behaviour)

@@ -1,26 +1,23 @@
-"""Settings of `jobs.prepare`, which `settings.py` parses and checks against a log."""
+"""Settings of `jobs.prepare`, which `kinds/resolve.py` checks against a log."""
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Fraction, Free
 from pipelines.prepare.executor import RayDataConfig
-from pipelines.prepare.kinds.actions.config import ActionsConfig
-from pipelines.prepare.kinds.search.config import SearchConfig
-from pipelines.prepare.sequences.splits import SplitConfig, epoch_ms
+from pipelines.prepare.settings.actions import ActionsConfig
+from pipelines.prepare.settings.search import SearchConfig
+from pipelines.prepare.settings.split import SplitConfig, epoch_ms
 
 
 @dataclass(config=STRICT)
-class PrepareConfig:
-    """Settings of the tables of a raw log.
-
-    They are the `prepare` section of a source file, overridden by the command line.
-    """
+class SequencesConfig:
+    """Settings that decide the table `sequences`, which its manifest records."""
 
     kind: str = "retrieval"
     """Kind of request: `retrieval` (predict the item of a behaviour), `search` (rank
@@ -42,6 +39,19 @@ class PrepareConfig:
     behaviour: str | None = None
     """Bool label that makes an event a behaviour, such as `click`; by default every
     event is a behaviour."""
+    search: SearchConfig = field(default_factory=SearchConfig)
+    """Features of a log of searches."""
+    actions: ActionsConfig = field(default_factory=ActionsConfig)
+    """Tasks, inputs and counts of a log of actions."""
+
+
+@dataclass(config=STRICT)
+class PrepareConfig(SequencesConfig):
+    """Settings of the tables of a raw log.
+
+    They are the `prepare` section of a source file, overridden by the command line.
+    """
+
     partitions: PositiveInt | None = None
     """Number of partitions of the shuffle, and of parts of the tables; by default from
     the size of the log."""
@@ -62,16 +72,7 @@ class PrepareConfig:
     of all strictly earlier events, for a served model. Kind `search` only."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
     """Settings of Ray Data."""
-    search: SearchConfig = field(default_factory=SearchConfig)
-    """Features of a log of searches."""
-    actions: ActionsConfig = field(default_factory=ActionsConfig)
-    """Tasks, inputs and counts of a log of actions."""
 
     def __post_init__(self) -> None:
         if self.counts_as_of is not None:
             self.counts_as_of = epoch_ms(self.counts_as_of, "counts_as_of")
-
-    @property
-    def kind_config(self) -> Any:
-        """Settings of the kind; None if it has none."""
-        return {"search": self.search, "actions": self.actions}.get(self.kind)
