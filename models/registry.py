@@ -25,6 +25,7 @@ MODELS = {
     "popularity": "models.retrieval.baselines.popularity:Popularity",
     "own_items": "models.retrieval.baselines.own_items:OwnItems",
     "item_knn": "models.retrieval.baselines.item_knn:ItemKNN",
+    "sequential_rules": "models.retrieval.baselines.sequential_rules:SequentialRules",
     "ease": "models.retrieval.baselines.ease:EASE",
     "sasrec": "models.retrieval.sasrec:SASRec",
     "tiger": "models.retrieval.tiger.tiger:Tiger",

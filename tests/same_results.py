@@ -82,6 +82,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "popularity": ("retrieval", {}),
     "own_items": ("retrieval", {}),
     "item_knn": ("retrieval", {}),
+    "sequential_rules": ("retrieval", {}),
     "ease": ("retrieval", {}),
     "sasrec": ("retrieval", {}),
     "tiger": ("retrieval", {**TIGER, "beam": 20}),

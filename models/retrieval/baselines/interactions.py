@@ -59,6 +59,17 @@ def real_items(batch: HistoryBatch, num_items: int) -> Tensor:
     return history.masked_fill(~real, num_items)
 
 
+def steps_back(items: Tensor, num_items: int) -> Tensor:
+    """Return how many behaviours follow each one in its history (B, T).
+
+    Args:
+        items: (B, T) items of histories, `num_items` at padding.
+        num_items: Number N of items.
+    """
+    length = (items < num_items).sum(1, keepdim=True)
+    return (length - 1 - torch.arange(items.shape[1], device=items.device)).clamp(0)
+
+
 def popular_below_zero(counts: Tensor) -> Tensor:
     """Return (N,) scores in [-1, 0) that order items by their `counts` (N,).
 

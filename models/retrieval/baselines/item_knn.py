@@ -34,18 +34,11 @@ from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from scipy.sparse import csr_array
 from torch import Tensor
-from torch.nn import functional
 
 from core.options import STRICT, NamedConfig
-from models.retrieval.baselines.interactions import (
-    interaction_matrix,
-    item_counts,
-    popular_below_zero,
-    real_items,
-)
-from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
-from models.retrieval.model import RetrievalModel
-from models.retrieval.recommend import best_allowed, recommender
+from models.retrieval.baselines.interactions import interaction_matrix, item_counts
+from models.retrieval.baselines.neighbours import NeighbourModel, keep_best
+from models.retrieval.data import InteractionBatch
 
 BM25_K1 = 1.2
 """Saturation of counts in BM25."""
@@ -72,28 +65,12 @@ class ItemKNNConfig(NamedConfig):
     """Number of latest behaviours read per request."""
 
 
-class ItemKNN(RetrievalModel):
+class ItemKNN(NeighbourModel):
     """A model that recommends the nearest neighbours of the history's items."""
 
     name = "item_knn"
     config_class = ItemKNNConfig
     example_unit = "behaviour"
-    trains_by_gradient = False
-    is_baseline = True
-
-    neighbours: Tensor
-    """(N, K) int32 nearest items of each item, -1 at padding."""
-    similarity: Tensor
-    """(N, K) similarities of the neighbours, 0 at padding."""
-    counts: Tensor
-    """(N,) training behaviours of each item."""
-
-    def __init__(self, config: ItemKNNConfig, catalogue: Catalogue) -> None:
-        super().__init__(config, catalogue)
-        shape = (catalogue.num_items, config.neighbours)
-        self.register_buffer("neighbours", torch.full(shape, -1, dtype=torch.int32))
-        self.register_buffer("similarity", torch.zeros(shape))
-        self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
     def fit_in_one_pass(self, batches: Iterable[InteractionBatch]) -> None:
         """Find the neighbours from training batches of unit `behaviour`, once."""
@@ -107,38 +84,10 @@ class ItemKNN(RetrievalModel):
         self.neighbours.copy_(torch.from_numpy(neighbours))
         self.similarity.copy_(torch.from_numpy(similarity))
 
-    def nearest_items(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the stored neighbours and similarities, (N, k) both, best first.
-
-        If an item has fewer than k neighbours, the tail of its row is item -1 with
-        score -inf.
-        """
-        missing = max(0, k - self.config.neighbours)
-        is_padding = self.similarity == 0
-        items = self.neighbours.long().masked_fill(is_padding, -1)
-        scores = self.similarity.masked_fill(is_padding, -torch.inf)
-        return (
-            functional.pad(items, (0, missing), value=-1)[:, :k],
-            functional.pad(scores, (0, missing), value=-torch.inf)[:, :k],
-        )
-
-    @recommender
-    def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
-        """Return items and scores, (B, k) both, by summed similarities."""
-        num_items = len(self.counts)
-        items = real_items(batch, num_items)  # (B, T), `num_items` at padding
-        index = items.clamp(max=num_items - 1)
+    def history_factors(self, items: Tensor) -> Tensor:
+        """Count each distinct item once: 1 at its last occurrence, else 0."""
         is_equal = items[:, :, None] == items[:, None, :]
-        # (B, T): the last occurrence of each item
-        is_counted = ~is_equal.triu(1).any(2) & (items < num_items)
-        similarity = self.similarity[index] * is_counted[..., None]  # (B, T, K)
-        # the padding -1 becomes N, one column past the items
-        neighbours = self.neighbours[index].long() % (num_items + 1)
-        scores = similarity.new_zeros((len(items), num_items + 1))
-        scores.scatter_add_(1, neighbours.flatten(1), similarity.flatten(1))
-        scores = scores[:, :num_items]
-        popular = popular_below_zero(self.counts)
-        return best_allowed(torch.where(scores == 0, popular, scores), k, batch)
+        return ~is_equal.triu(1).any(2)
 
 
 def weight_counts(matrix: csr_array, weights: str) -> csr_array:
@@ -184,24 +133,15 @@ def nearest_items(
     similarity = np.zeros((num_items, neighbours), np.float32)
     norm = np.sqrt((weighted**2).sum(axis=0))
     by_item = csr_array(weighted.T)  # (N, U)
-    for begin, end in item_blocks(by_item, weighted):
-        products = csr_array(by_item[begin:end] @ weighted)  # (end - begin, N)
+    for first, end in item_blocks(by_item, weighted):
+        products = csr_array(by_item[first:end] @ weighted)  # (end - first, N)
         # one entry per pair of items with a common user
-        item = np.repeat(np.arange(begin, end), np.diff(products.indptr))
+        item = np.repeat(np.arange(first, end), np.diff(products.indptr))
         other = products.indices.astype(np.int64)
         cosine = products.data / (norm[item] * norm[other] + shrinkage)
         is_pair = (cosine > 0) & (item != other)
-        item = item[is_pair]
-        other = other[is_pair]
-        cosine = cosine[is_pair]
-        order = np.lexsort((other, -cosine, item))
-        item_of_rank = item[order]
-        first = np.searchsorted(item_of_rank, item_of_rank)
-        rank = np.arange(len(order)) - first  # within the neighbours of its item
-        order = order[rank < neighbours]
-        rank = rank[rank < neighbours]
-        items[item[order], rank] = other[order]
-        similarity[item[order], rank] = cosine[order]
+        pairs = item[is_pair], other[is_pair], cosine[is_pair]
+        keep_best(*pairs, items, similarity)
     return items, similarity
 
 

@@ -50,7 +50,14 @@ for path in sorted(ABLATIONS.glob("sid_mlp/*.yaml")) + sorted(
     model = path.parent.name
     changes = yaml.safe_load(path.read_text())["model"]
     ALL[f"{model} {path.stem}"] = {**ALL[model], **changes}
-WITHOUT_SIDS = ("popularity", "own_items", "item_knn", "ease", "sasrec")
+WITHOUT_SIDS = (
+    "popularity",
+    "own_items",
+    "item_knn",
+    "sequential_rules",
+    "ease",
+    "sasrec",
+)
 CASES = [case for case in ALL if case not in WITHOUT_SIDS]
 """The models that decode semantic IDs, and their variants."""
 LONGEST = 6
@@ -66,6 +73,9 @@ def build(case: str) -> Any:
     model: Any = build_model(ALL[case], build_catalogue())
     if not model.trains_by_gradient:
         batch = make_requests(60, seed=3)
+        if model.stops_early:
+            model.fit_in_one_pass([batch], [make_requests(20, seed=4)])
+            return model.eval()
         rows = batch.user_row // 4
         model.fit_in_one_pass([InteractionBatch(user_row=rows, target=batch.target)])
         return model.eval()

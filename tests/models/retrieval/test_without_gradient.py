@@ -1,4 +1,4 @@
-"""Own items, ItemKNN and EASE equal dense references and count training behaviours.
+"""Own items, ItemKNN, rules and EASE equal slow references and count behaviours.
 
 Behaviours of validation and test are not counted.
 """
@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from models import registry
-from models.retrieval.baselines import item_knn
+from models.retrieval.baselines import item_knn, sequential_rules
 from models.retrieval.data import (
     Catalogue,
     HistoryBatch,
     InteractionBatch,
+    RequestBatch,
     RetrievalDataset,
 )
 from models.training import checkpoint
@@ -175,6 +176,98 @@ def test_item_knn_equals_a_dense_reference(
         expected = np.where(expected > 0, expected, popular)
         np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
         np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
+
+
+def to_request_batch(behaviours: list[list[int]]) -> RequestBatch:
+    """Return a request for each behaviour that has a history."""
+    pairs = [
+        (items[:end], items[end])
+        for items in behaviours
+        for end in range(1, len(items))
+    ]
+    histories = to_requests([history for history, _ in pairs])
+    return fill_batch(
+        RequestBatch,
+        {},
+        history=histories.history,
+        history_length=histories.history_length,
+        target=torch.tensor([target for _, target in pairs]),
+        repeats=torch.zeros(len(pairs), dtype=torch.long),
+    )
+
+
+def score_by_rules(
+    behaviours: list[list[int]], history: list[int], options: dict[str, Any]
+) -> NDArray[np.float64]:
+    """Return the scores (N,) of a history by the equations, pair by pair."""
+    longest, counts = options["max_history"], np.zeros((ITEMS, ITEMS))
+    popularity = np.ones(ITEMS)
+    for items in behaviours:
+        for end in range(1, len(items)):
+            popularity[items[end]] += 1
+            for distance in range(1, min(end, longest) + 1):
+                before, target = items[end - distance], items[end]
+                counts[before, target] += distance ** -options["distance_power"]
+                if options["both_directions"]:
+                    counts[target, before] += distance ** -options["distance_power"]
+    scores = np.zeros(ITEMS)
+    for steps, item in enumerate(history[::-1][:longest]):
+        value = counts[item] / popularity[item] ** options["source_power"]
+        value /= popularity ** options["target_power"]
+        best = np.lexsort((np.arange(ITEMS), -value))[: options["neighbours"]]
+        scores[best] += options["decay"] ** steps * value[best]
+    return np.where(scores > 0, scores, (popularity - 1) / popularity.max() - 1)
+
+
+@pytest.mark.parametrize("neighbours", [3, 50])
+@pytest.mark.parametrize("both_directions", [False, True])
+def test_sequential_rules_equal_the_equations(
+    neighbours: int, both_directions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequential_rules, "PAIRS_PER_BLOCK", 30)  # several blocks
+    behaviours = draw_behaviours()
+    values = {
+        "distance_power": 0.5,
+        "source_power": 0.3,
+        "target_power": 0.7,
+        "decay": 0.6,
+        "both_directions": both_directions,
+    }
+    sizes = {"neighbours": neighbours, "max_history": 4}
+    lists = {name: [value] for name, value in values.items()}
+    model = build_resolved(
+        {"name": "sequential_rules", **lists, **sizes}, Catalogue(ITEMS)
+    )
+
+    model.fit_in_one_pass([to_request_batch(behaviours)], [])
+    items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
+
+    for row, history in enumerate(HISTORIES):
+        expected = score_by_rules(behaviours, history, values | sizes)
+        np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
+        np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
+
+
+def test_sequential_rules_choose_the_options_with_the_best_validation_ndcg() -> None:
+    batch = to_request_batch(draw_behaviours())
+    halves = batch.select("B", slice(0, 60)), batch.select("B", slice(60, None))
+    lists = {"decay": [0.2, 0.9], "both_directions": [False, True]}
+    ndcg = {}
+    for decay, both in itertools.product(*lists.values()):
+        one = build_resolved(
+            {"name": "sequential_rules", "decay": [decay], "both_directions": [both]},
+            Catalogue(ITEMS),
+        )
+        one.fit_in_one_pass([halves[0]], [halves[1]])
+        ndcg[decay, both] = one.measure(halves[1])["ndcg@10"]
+
+    model = build_resolved({"name": "sequential_rules", **lists}, Catalogue(ITEMS))
+    model.fit_in_one_pass([halves[0]], [halves[1]])
+
+    chosen = max(ndcg, key=lambda values: ndcg[values])
+    assert float(model.decay) == pytest.approx(chosen[0])
+    assert f"both_directions {chosen[1]}" in model.ranks_by
+    assert len(set(ndcg.values())) > 1
 
 
 def dense_ease(counts: NDArray[np.float64], l2: float) -> NDArray[np.float64]:

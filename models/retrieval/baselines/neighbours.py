@@ -1,0 +1,106 @@
+"""Models that score items by stored neighbours of the history's items.
+
+    score_j = sum over the history of factor_t similarity_tj
+
+Shapes: `N` items, `B` requests, `T` behaviours of the longest history, `K` neighbours
+of an item, `P` pairs of items.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from models.retrieval.baselines.interactions import popular_below_zero, real_items
+from models.retrieval.data import Catalogue, HistoryBatch
+from models.retrieval.model import RetrievalModel
+from models.retrieval.recommend import best_allowed, recommender
+
+
+class NeighbourModel(RetrievalModel):
+    """A model of the neighbours of each item, fitted by subclasses.
+
+    Items without a score are ranked last, by popularity.
+    """
+
+    trains_by_gradient = False
+    is_baseline = True
+
+    neighbours: Tensor
+    """(N, K) int32 nearest items of each item, -1 at padding."""
+    similarity: Tensor
+    """(N, K) similarities of the neighbours, 0 at padding."""
+    counts: Tensor
+    """(N,) training behaviours of each item."""
+
+    def __init__(self, config: Any, catalogue: Catalogue) -> None:
+        super().__init__(config, catalogue)
+        shape = (catalogue.num_items, config.neighbours)
+        self.register_buffer("neighbours", torch.full(shape, -1, dtype=torch.int32))
+        self.register_buffer("similarity", torch.zeros(shape))
+        self.register_buffer("counts", torch.zeros(catalogue.num_items))
+
+    def nearest_items(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return the stored neighbours and similarities, (N, k) both, best first.
+
+        If an item has fewer than k neighbours, the tail of its row is item -1 with
+        score -inf.
+        """
+        missing = max(0, k - self.config.neighbours)
+        is_padding = self.similarity == 0
+        items = self.neighbours.long().masked_fill(is_padding, -1)
+        scores = self.similarity.masked_fill(is_padding, -torch.inf)
+        return (
+            functional.pad(items, (0, missing), value=-1)[:, :k],
+            functional.pad(scores, (0, missing), value=-torch.inf)[:, :k],
+        )
+
+    @recommender
+    def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
+        """Return items and scores, (B, k) both, by sums over the history."""
+        num_items = len(self.counts)
+        items = real_items(batch, num_items)  # (B, T), `num_items` at padding
+        index = items.clamp(max=num_items - 1)
+        factors = self.history_factors(items) * (items < num_items)  # (B, T)
+        similarity = self.similarity[index] * factors[..., None]  # (B, T, K)
+        # the padding -1 becomes N, one column past the items
+        neighbours = self.neighbours[index].long() % (num_items + 1)
+        scores = similarity.new_zeros((len(items), num_items + 1))
+        scores.scatter_add_(1, neighbours.flatten(1), similarity.flatten(1))
+        scores = scores[:, :num_items]
+        popular = popular_below_zero(self.counts)
+        return best_allowed(torch.where(scores == 0, popular, scores), k, batch)
+
+    def history_factors(self, items: Tensor) -> Tensor:
+        """Return the factors (B, T) of the items of histories (B, T)."""
+        raise NotImplementedError
+
+
+def keep_best(
+    item: NDArray[np.int64],
+    other: NDArray[np.int64],
+    score: NDArray[np.floating],
+    items: NDArray[np.int32],
+    scores: NDArray[np.float32],
+) -> None:
+    """Write each item's best pairs to its rows of `items` and `scores`, in place.
+
+    Args:
+        item: (P,) items of the pairs.
+        other: (P,) the other items of the pairs.
+        score: (P,) scores of the pairs.
+        items: (N, K) items, best first and ties by item_index.
+        scores: (N, K) scores.
+    """
+    order = np.lexsort((other, -score, item))
+    first = np.searchsorted(item[order], item[order])
+    rank = np.arange(len(order)) - first  # within the pairs of its item
+    order = order[rank < items.shape[1]]
+    rank = rank[rank < items.shape[1]]
+    items[item[order], rank] = other[order]
+    scores[item[order], rank] = score[order]
