@@ -124,10 +124,7 @@ def read_json(uri: str) -> Any:
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return None
     with filesystem.open_input_stream(path) as stream:
-        content = json.loads(stream.read())
-    if content is None:
-        raise ValueError("it is empty")
-    return content
+        return json.loads(stream.read())
 
 
 LOCK = ".lock"

@@ -195,6 +195,7 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
     section, such as `--tokenizer psid --tokenizer.levels 4`, is its name.
     """
     options = {option.key: option for option in list_options(config_class)}
+    options["config"] = Option("config", (list[str],), [], "")
     mappings = [
         key
         for key, option in options.items()
@@ -239,17 +240,8 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
 
 def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
     """Return the nested values of `--config` files, then of the other words."""
-    files: list[str] = []
-    others: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word == "--config":
-            files.append(next(rest, ""))
-        elif word.startswith("--config="):
-            files.append(word.partition("=")[2])
-        else:
-            others.append(word)
-    return merge(read_configs(files), nest(others, config_class))
+    content = nest(words, config_class)
+    return merge(read_configs(content.pop("config", [])), content)
 
 
 def parse(config_class: type[Config], words: Sequence[str]) -> Config:
@@ -297,6 +289,9 @@ def check_keys(config_class: Any, content: Mapping[str, Any], prefix: str = "") 
             known = [option.key for option in list_options(config_class, prefix)]
             nearest = did_you_mean(f"{prefix}{key}", known)
             raise UserError(f"unknown key '{prefix}{key}'; {nearest}")
+        types = list_types(hints[key])
+        if isinstance(value, bool) and {int, float} & {*types} and bool not in types:
+            raise UserError(f"{prefix}{key} is {value}; input should be a number")
         section = find_section(hints[key])
         if section and isinstance(value, Mapping):
             check_keys(section, value, f"{prefix}{key}.")
@@ -313,7 +308,8 @@ def describe_error(
         return f"missing: {', '.join(prefix + key for key in missing)}"
     first, fault = others[0]
     if fault["type"] == "value_error":
-        return fault["msg"].removeprefix("Value error, ")
+        section, message = f"{prefix}{first}".rstrip("."), fault["msg"][13:]
+        return message if section in message else f"{section}: {message}"
     reasons = [fault["msg"] for key, fault in others if key == first]
     reason = " or ".join(dict.fromkeys(reasons))
     return (
@@ -331,6 +327,21 @@ def locate(path: Iterable[Any], content: Any) -> str:
         is_item = isinstance(content, list) or part in content
         content = content[part] if is_item else None
     return ".".join(keys)
+
+
+def changed(config: Any, base: Any = None) -> dict[str, Any]:
+    """Return the nested values of a config that differ from a base, or its defaults."""
+    values = {}
+    for option in fields(config):
+        value, default = getattr(config, option.name), option.default
+        if type(base) is type(config):
+            default = getattr(base, option.name)
+        elif option.default_factory is not MISSING:
+            default = option.default_factory()
+        if value != default:
+            is_section = is_dataclass(value)
+            values[option.name] = changed(value, default) if is_section else value
+    return values
 
 
 def to_words(options: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:

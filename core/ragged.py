@@ -63,21 +63,6 @@ def run_starts(*keys: NDArray) -> NDArray[np.int64]:
     return np.flatnonzero(is_start)
 
 
-def max_by_run(values: NDArray, starts: NDArray[np.int64]) -> NDArray:
-    """Return the maximum of each run of consecutive values.
-
-    Args:
-        values: (n,) values of all runs.
-        starts: (r,) index of each run's first value, from `run_starts`.
-
-    Returns:
-        (r,) maxima.
-    """
-    if not len(starts):
-        return values[:0]
-    return np.maximum.reduceat(values, starts)
-
-
 def pad_indices(
     begin: NDArray, lengths: NDArray, min_width: int = 1
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -433,17 +433,6 @@ def replace_tables(tables: Collection[Table[Any]]) -> None:
     not list are removed.
     """
     for table in tables:
-        filesystem, root = open_uri(table.uri)
-        filesystem.create_dir(root, recursive=True)
-        infos = filesystem.get_file_info(fs.FileSelector(root))
-        existing = {info.base_name for info in infos}
-        missing = {part.path for part in table.files} - existing
-        if missing:
-            raise UserError(
-                f"{join(table.uri, min(missing))} was removed before its table was "
-                f"complete: another job writes to {table.uri} too"
-            )
-    for table in tables:
         content = asdict(table)
         del content["uri"]
         text = json.dumps(content, indent=2, sort_keys=True, default=str)

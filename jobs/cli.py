@@ -61,6 +61,7 @@ REMEDIES = {
     "sids": "give --sids, the output of jobs.tokenize",
     "teacher": "give STORAGE/NAME of jobs.train with jobs/configs/retrieval/tiger.yaml",
     "text": "give --text, the output of jobs.encode",
+    "violation": "make them anew with jobs.prepare --overwrite",
     "tracking": "give --tracking_uri, or set MLFLOW_TRACKING_URI",
 }
 """Command or option that cures an error, by its cause."""

@@ -11,41 +11,33 @@ for a feed `simulated_feed.yaml`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic.dataclasses import dataclass
-
-from core.options import STRICT, Folder, as_base
 from jobs import cli
-from pipelines.prepare.kinds.registry import KINDS
-from pipelines.prepare.kinds.simulation import Settings, write_log
+from pipelines.steps import simulate_log
+
+if TYPE_CHECKING:
+    from pipelines.prepare.options import SimulateOptions
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class Config(Settings):
-    """Options of jobs.simulate: where to write the log, its size, seed and causes."""
+def __getattr__(name: str) -> Any:
+    """Import the class of the options, after a first line is printed."""
+    if name != "Config":
+        raise AttributeError(name)
+    cli.say_loading("polars")
+    from pipelines.prepare.options import SimulateOptions
 
-    output: Folder
-    """Folder for the log: new, empty, or with an earlier simulated log, which is
-    replaced."""
-    kind: Literal[tuple(KINDS)] = "retrieval"  # type: ignore[valid-type]
-    """`retrieval`: one item per event. `search`: searches with a query, ten results,
-    clicks, purchases and dwell. `actions`: impressions of a feed with
-    likes, comments, shares, follows, hides and dwell of dog and cat users."""
+    return SimulateOptions
 
 
-def run(config: Config) -> None:
-    """Write the log, unless the folder already holds the log of the same options."""
-    kind, settings = KINDS[config.kind], as_base(config, Settings)
-    size = (
-        f"{settings.events:,} events of {settings.users:,} users on "
-        f"{settings.items:,} items, seed {settings.seed}: {config.output}"
-    )
-    is_new = write_log(config.output, config.kind, settings, kind.draw_log)
-    print(f"{'simulated' if is_new else 'up to date:'} {size}")
-    source = f"jobs/configs/sources/{kind.simulated_source}.yaml"
+def run(options: SimulateOptions) -> None:
+    """Write the log, and print the next command."""
+    from pipelines.prepare.kinds.registry import KINDS
+
+    simulate_log(options)
+    source = f"jobs/configs/sources/{KINDS[options.kind].simulated_source}.yaml"
     prepare = cli.command_line(
-        "jobs.prepare", source=source, input=config.output, output="TABLES"
+        "jobs.prepare", source=source, input=options.output, output="TABLES"
     )
     print(f"next: {prepare}")
 

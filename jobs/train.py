@@ -12,13 +12,10 @@ and several workers (--ray.num_workers) train on a local Ray.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
-from core.errors import pluralize
 from jobs import cli
+from pipelines.steps import train_model
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -27,87 +24,19 @@ if TYPE_CHECKING:
 Config = TrainConfig
 
 
-def describe_no_gain(
-    metrics: Mapping[str, float], metric: str, baseline: tuple[str, float] | None = None
-) -> str:
-    """Return a warning if the best epoch is no better than a model without training.
-
-    Args:
-        metrics: Validation metrics of the best epoch.
-        metric: Metric of the training (`fit.metric`).
-        baseline: Name of the best baseline, and its value of `metric`. With None, only
-            chance level is compared, which `metrics` imply.
-    """
-    from models.metrics.ranking_metrics import describe_chance_level
-
-    comparison = describe_chance_level(metrics)
-    value = metrics.get(metric, math.nan)
-    if baseline and value < baseline[1]:
-        comparison = f"{metric} {value:.4f}, {baseline[0]} {baseline[1]:.4f}"
-    if not comparison:
-        return ""
-    return f"warning: no better than without training ({comparison})\n"
-
-
-def describe_baseline(config: TrainConfig, result: TrainingResult) -> str:
-    """Return a warning if a training is no better than models without training."""
-    from models import registry
-    from pipelines.comparison.verdicts import best_trained_baseline
-
-    model_class = registry.find(result.best.name)
-    if model_class.is_baseline or model_class.is_diagnostic:
-        return ""
-    metric = config.fit.metric
-    names = registry.find_baselines(model_class.kind)
-    baseline = best_trained_baseline(result.run, metric) if names else None
-    return describe_no_gain(result.best.metrics, metric, baseline)
-
-
-def print_result(config: TrainConfig, result: TrainingResult) -> None:
-    """Print the result of a training, and the commands to run next."""
-    from models import registry
-    from models.metrics.ranking_metrics import format_metric
-    from pipelines import tracking
-
-    best = result.best
-    if result.was_finished:
-        print(
-            f"The run '{result.name}' is finished; nothing to do. --overwrite trains "
-            f"it again from scratch."
-        )
-    else:
-        print(
-            f"Trained {best.name} for {pluralize(result.epochs, 'epoch')} in "
-            f"{result.seconds:.0f} s."
-        )
-        print(describe_baseline(config, result), end="")
-        if best.epoch == config.fit.max_epochs > config.fit.eval_every_epochs:
-            print("note: the best epoch is the last (--fit.max_epochs)")
-    model_class = registry.find(best.name)
-    metrics = "  ".join(
-        f"{name} {format_metric(best.metrics.get(name))}"
-        for name in model_class.shown_metrics
-    )
-    inputs = config.inputs.select(best.name, model_class.extra_inputs).folders()
-    evaluate = {"checkpoint": result.checkpoint, **inputs, "split": "test"}
-    print(
-        f"  best epoch  {best.epoch}: {metrics} on val\n"
-        f"  checkpoint  {result.checkpoint}\n"
-        f"  MLflow run  {result.run.run_id} in {result.run.experiment}\n"
-        f"  look at it  {tracking.view_command(result.run.uri)}\n"
-        f"  next        {cli.command_line('jobs.evaluate', **evaluate)}"
-    )
-
-
 def run(config: TrainConfig) -> TrainingResult:
-    """Train a model, and print the result and the next commands."""
+    """Train a model, and print the next command."""
     cli.say_loading("torch", "ray", "mlflow")
-    from pipelines.training.run import run_training
+    from models import registry
 
     cli.preflight(config)
-    say = partial(print, flush=True)
-    result = run_training(config, say=say)
-    print_result(config, result)
+    result = train_model(config)
+    if result.was_finished:
+        print("--overwrite trains it again from scratch")
+    reads = registry.find(result.best.name).extra_inputs
+    inputs = config.inputs.select(result.best.name, reads).folders()
+    evaluate = {"checkpoint": result.checkpoint, **inputs, "split": "test"}
+    print(f"  next        {cli.command_line('jobs.evaluate', **evaluate)}")
     return result
 
 

@@ -132,4 +132,4 @@ def say_loading(*packages: str) -> None:
     Imports of large packages take seconds, or a minute on a busy machine.
     """
     if packages[0] not in sys.modules:
-        print(f"loading {', '.join(packages)}", flush=True)
+        print(f"loading {', '.join(packages)}", file=sys.stderr, flush=True)

@@ -229,6 +229,8 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "experiment": config.experiment,
         "log_model": False,
     }
+    if taken := nest(point).keys() & options.keys() - {"fit"}:
+        raise UserError(f"'{min(taken)}' is set by the sweep, and is no axis")
     training = build(TrainConfig, merge(content, options))
     # trials run in other folders
     model = locate_encoders(training.model)

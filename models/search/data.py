@@ -32,7 +32,6 @@ from core.ragged import (
     find_rows,
     gather_ranges,
     lengths_to_offsets,
-    max_by_run,
     pad_indices,
     pad_ragged,
     row_numbers,
@@ -219,7 +218,7 @@ class SearchDataset(RequestDataset):
         self.num_requests = self.num_learned = len(requests)
         self.user = user[first]
         self.begin = begin[first]
-        self.end = max_by_run(end, first)
+        self.end = np.maximum.reduceat(end, first)
         self.first = np.append(first, len(requests))
         self.lengths = self.end - self.begin
         self.first_new = self._first_new()

@@ -1,16 +1,21 @@
-"""Options of embeddings.
+"""Options of embeddings and of semantic IDs.
 
 Ray and PyTorch are not imported, so command lines are parsed quickly.
 """
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from core.options import STRICT
+from core.options import STRICT, Folder
+from models import registry
+
+SUFFIXES = (".parquet", ".npy")
+"""Suffixes of files of precomputed embeddings."""
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -70,3 +75,76 @@ class TextConfig(EmbedConfig):
     query_condition: Literal["query", "joint"] = "query"
     """For searches. `query`: embeddings of the query alone. `joint`: also the [SEP]
     state over query and document, which leaks the document to predict."""
+
+
+@dataclass(config=STRICT)
+class TokenizeConfig:
+    """Options of jobs.tokenize."""
+
+    tables: Folder
+    """TABLES: the folder that jobs.prepare made."""
+    output: Folder
+    """SIDS: folder for the tables embeddings, sids and trie."""
+    tokenizer: registry.TokenizerSection
+    """Tokenizer, and its options such as `--tokenizer.levels 4`: trained codebooks with
+    a conflict code (rqvae, rqkmeans), trained codebooks with relaxed codes (psid), or
+    codes of a file (published)."""
+    encoder: str = "minilm"
+    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
+    `tfidf` (no weights)."""
+    pca: NonNegativeInt = 0
+    """Width of the embeddings after PCA; 0: no PCA. SID-MLP uses 128, whitened."""
+    published: str = ""
+    """File with published SIDs, for --tokenizer published: CSV or LC-Rec's index.json,
+    optionally gzipped."""
+    embeddings: str = ""
+    """Folder of the embeddings, which are computed if it is empty and may be shared by
+    several tokenizers; by default OUTPUT/embeddings. Or a .parquet or .npy file with
+    your own embeddings, which replaces --encoder."""
+    id: str = ""
+    """Ids of your own embeddings: the column of ids in a .parquet file, or a text file
+    with the id of each row of a .npy file."""
+    extend: str = ""
+    """SIDS made for an earlier version of TABLES, such as OUTPUT itself: the codes and
+    codebooks are kept, and new items get unused codes. The other options must equal
+    those of the earlier command; a file of your own embeddings must contain the new
+    items too."""
+    overwrite: bool = False
+    """Replace existing tables."""
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+
+    def __post_init__(self) -> None:
+        reads_file = registry.find_tokenizer(self.tokenizer.name).reads_file
+        if reads_file != bool(self.published) or (reads_file and self.embeddings):
+            raise ValueError(
+                f"tokenizer is {self.tokenizer.name!r}, published {self.published!r} "
+                f"and embeddings {self.embeddings!r}; only the tokenizer "
+                f"published takes a published file, and it takes no embeddings"
+            )
+        if bool(self.id) != self.has_custom_embeddings:
+            raise ValueError(
+                f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet "
+                f"or .npy file needs id, and id needs such a file"
+            )
+
+    @property
+    def has_custom_embeddings(self) -> bool:
+        """Whether `embeddings` is a file with the user's own embeddings."""
+        return self.embeddings.lower().endswith(SUFFIXES)
+
+
+@dataclass(config=STRICT)
+class EncodeConfig:
+    """Options of jobs.encode."""
+
+    tables: Folder
+    """TABLES: the folder that jobs.prepare made, of a search or actions log."""
+    output: Folder
+    """TEXT: folder for the table items and, for a search log, queries, pairs and tokens
+    (no tokens with tfidf)."""
+    encoder: str = "minilm"
+    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
+    `tfidf` (no weights)."""
+    overwrite: bool = False
+    """Replace existing tables."""
+    embed: TextConfig = field(default_factory=TextConfig)

@@ -21,9 +21,6 @@ from core.files import open_uri, storage_errors
 from core.ids import clean_id
 from core.tables import LARGEST_NUMBER, check_plain_types
 
-SUFFIXES = (".parquet", ".npy")
-"""Suffixes of files of precomputed embeddings."""
-
 
 @dataclass(frozen=True)
 class PrecomputedEmbeddings:

@@ -98,22 +98,6 @@ def test_clearing_a_table_removes_its_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "whole").exists()
 
 
-def test_a_table_whose_parts_another_job_removed_is_not_committed(
-    tmp_path: Path,
-) -> None:
-    uri = write_sids(tmp_path / "t", build_sids([1]))
-    part = write_part(uri, build_sids([2]))
-    write_sids(
-        tmp_path / "t", build_sids([3]), config={"k": 1}
-    )  # removes parts that it does not list
-    with pytest.raises(
-        UserError,
-        match=r"part-.* was removed before its table was complete: another job writes to",
-    ):
-        commit(uri, "sids", SIDS, [part], config={}, inputs={})
-    assert open_table(uri, TableInfo).read().equals(build_sids([3]))
-
-
 def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     with writing(str(tmp_path / "t")):
         with pytest.raises(

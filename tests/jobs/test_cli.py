@@ -109,6 +109,8 @@ def test_a_wrong_line_is_refused(argv: str, message: str) -> None:
         ("source: a\nsplit:\n  kin: x\n", "unknown key 'split.kin'"),
         ("sorce: a\n", "the nearest is 'source'"),
         ("source: a\nsplit: 3\n", "split is 3"),
+        ("source: a\ncount: true\n", "count is True; input should be a number"),
+        ("source: a\nsplit: {val_share: 7}\n", "split: val_share 7.0"),
         ("source: a\nsplit: {val_share: x}\n", "split.val_share is 'x'"),
         ("- a\n", "not a mapping"),
         ("a: [\n", "not valid YAML"),

@@ -39,7 +39,7 @@ def test_importing_the_commands_imports_no_slow_package() -> None:
 
 
 def test_an_unknown_model_is_refused_without_slow_packages() -> None:
-    _, message, imported = run_code(
+    message, imported = run_code(
         "from jobs import cli, train\n"
         "try:\n"
         "    cli.config_from_words(train, ['--model.name', 'tigre'])\n"

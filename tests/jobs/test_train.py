@@ -9,7 +9,7 @@ import pytest
 
 from jobs import cli
 from jobs import train as job
-from jobs.train import describe_no_gain
+from pipelines.steps import describe_no_gain
 
 ROOT = Path(__file__).parents[2]
 

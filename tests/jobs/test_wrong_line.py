@@ -80,6 +80,7 @@ WRONG_LINES = [
     (f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}}", "model.teacher"),
     (f"{TIGERS} --fit.metric ndcg10", "'fit.metric' is set by"),
     (f"{TIGERS} --axes.model.alfa [1]", "unknown key 'model.alfa'"),
+    (f"{TIGERS} --axes.storage [a]", "'storage' is set by the sweep"),
     (f"{TIGERS} --samples 0", "samples is '0'"),
     ("evaluate --checkpoint {runs}/gone --tables {tables}", "{runs}/gone"),
     (f"{EVALUATE} --tables {{tables}}", "needs sids; give --sids"),

@@ -134,7 +134,7 @@ def test_the_job_tokenizes_precomputed_embeddings(
         file,
     ]
     words += ["--tokenizer", "rqkmeans", "--tokenizer.codebook_size", "8"]
-    with pytest.raises(UserError, match=r"a \.parquet or .npy file needs --id"):
+    with pytest.raises(UserError, match=r"a \.parquet or .npy file needs id"):
         cli.config_from_words(tokenize, words)
     for status in ("made ", "nothing to do: "):
         tokenize.run(cli.config_from_words(tokenize, [*words, "--id", "sku"]))

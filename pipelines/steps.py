@@ -1,0 +1,340 @@
+"""The steps from a raw log to text embeddings, as jobs and flows run them.
+
+    statistics = make_tables(PrepareOptions(source=..., input=..., output="tables"))
+    audit_tables(AuditConfig("tables"))
+    sids = make_sids(TokenizeConfig(tables="tables", output="sids", ...))
+
+A step takes a typed config, prints its progress and its result, and returns the result.
+Packages are imported when a step runs, so that commands print their first line early.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic.dataclasses import dataclass
+
+from core.errors import UserError, pluralize
+from core.files import join
+from core.options import STRICT, Folder, as_base, changed, to_words
+from core.schemas import ItemsInfo, SidsInfo, TrieInfo
+from core.tables import Table, open_table
+from models import registry
+from pipelines.encode.config import EncodeConfig, TokenizeConfig
+from pipelines.start import start_ray
+from pipelines.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from pipelines.prepare.options import PrepareOptions, SimulateOptions
+    from pipelines.training.run import TrainingResult
+
+Config = TypeVar("Config")
+Result = TypeVar("Result")
+
+ERROR_LABELS = {
+    "reconstruction_error": "embeddings, by the nearest codes",
+    "quantization_error": "quantised space, by the chosen codes",
+}
+"""Printed labels of the errors that the manifest of SIDs records."""
+
+
+def run_step(
+    job: str,
+    step: Callable[[Config], Result],
+    config: Config,
+    base: Any = None,
+    title: str = "",
+) -> Result:
+    """Print the command line that repeats a step, and run the step.
+
+    Args:
+        job: Name of the command, such as `train`.
+        step: Function of the step.
+        config: Config of the step.
+        base: Config whose values the command has by default.
+        title: Line to print before, with its line break.
+    """
+    words = shlex.join(to_words(changed(config, base)))
+    print(f"\n{title}$ python -m jobs.{job} {words}", flush=True)
+    return step(config)
+
+
+def simulate_log(options: SimulateOptions) -> None:
+    """Write a simulated log, unless the folder already holds the log of the options."""
+    from pipelines.prepare.kinds.registry import KINDS
+    from pipelines.prepare.kinds.simulation import Settings, write_log
+
+    settings, draw_log = as_base(options, Settings), KINDS[options.kind].draw_log
+    is_new = write_log(options.output, options.kind, settings, draw_log)
+    print(
+        f"{'simulated' if is_new else 'up to date:'} {settings.events:,} events of "
+        f"{settings.users:,} users on {settings.items:,} items, seed {settings.seed}: "
+        f"{options.output}"
+    )
+
+
+def make_tables(options: PrepareOptions) -> dict[str, Any]:
+    """Make the tables of a raw log, and return the content of statistics.json."""
+    from pipelines.prepare.kinds.registry import KINDS
+    from pipelines.prepare.prepare import Existing, prepare
+    from pipelines.prepare.reading.log import load_source
+    from pipelines.prepare.kinds.resolve import resolve_config
+    from pipelines.prepare.suggest.preview import preview, warnings
+
+    start_s = time.perf_counter()
+    source, settings = load_source(options.source)[0], options.settings
+    print(f"reading {options.input}", flush=True)
+    # Reports invalid settings before Ray starts.
+    resolve_config(source, options.input, settings)
+    has_items = settings.catalogue is None
+    for line in warnings(
+        preview(source, options.input, settings.max_rejects, has_items)
+    ):
+        print(line)
+    existing: Existing = "continue"
+    if options.overwrite:
+        existing = "overwrite"
+    elif options.append:
+        existing = "append"
+    statistics = prepare(
+        source, options.input, options.output, settings, existing, start=start_ray
+    )
+    print(
+        f"\n{pluralize(statistics['users'], 'user')}, "
+        f"{pluralize(statistics['items'], 'item')}, "
+        f"{pluralize(statistics['interactions'], 'interaction')}; "
+        f"sparsity {statistics['sparsity']:.2%}, "
+        f"mean length {statistics['mean_length']:.2f}; "
+        f"requests: {join_counts(statistics['requests'])}"
+    )
+    skipped = statistics.get("requests_without_history", {})
+    if KINDS[settings.kind].needs_history and any(skipped.values()):
+        print(
+            f"requests without history (each user's first): {join_counts(skipped)}; "
+            f"skipped in training and evaluation"
+        )
+    print(
+        f"made in {time.perf_counter() - start_s:.1f} s: "
+        f"{options.output}/{{events,items,sequences,rejects}} and "
+        f"{options.output}/statistics.json"
+    )
+    return statistics
+
+
+def join_counts(counts: dict[str, int]) -> str:
+    """Return counts with their names, such as `10 train, 2 test`."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+@dataclass(config=STRICT)
+class AuditConfig:
+    """Options of the audit."""
+
+    tables: Folder
+    """TABLES: folder or URI with the tables `events`, `items` and `sequences`."""
+
+
+def audit_tables(config: AuditConfig) -> None:
+    """Check tables for leakage and print the report.
+
+    Raises:
+        UserError: If a rule is violated.
+    """
+    from pipelines.prepare.audit.rules import audit, report
+
+    start_s, tables = time.monotonic(), config.tables
+    rules = audit(
+        tables, lambda step: print(f"audit: {step}", file=sys.stderr, flush=True)
+    )
+    seconds = time.monotonic() - start_s
+    print(f"Audit of {tables}, {seconds:.1f} s\n{report(rules)}", flush=True)
+    broken = [rule.name for rule in rules if rule.violations]
+    if broken:
+        total = pluralize(sum(rule.violations for rule in rules), "violation")
+        raise UserError(
+            f"{total} of {', '.join(broken)} in {tables}; do not train on these tables",
+            "violation",
+        )
+    print("No violations.")
+
+
+def start_clock() -> Callable[[str], None]:
+    """Return a function that prints a line with the seconds since this call."""
+    start_s = time.monotonic()
+
+    def say(message: str) -> None:
+        print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)
+
+    return say
+
+
+def make_sids(config: TokenizeConfig) -> Table[SidsInfo]:
+    """Make the semantic IDs of items."""
+    from pipelines.encode.extend import describe_drift, extend
+    from pipelines.encode.precomputed import read_precomputed
+    from pipelines.encode.texts import EmbeddingSource
+    from pipelines.encode.tokenize import TokenizerPaths, tokenize
+
+    start_s, say = time.monotonic(), start_clock()
+    shared = "" if config.has_custom_embeddings else config.embeddings
+    paths = TokenizerPaths(
+        open_table(join(config.tables, "items"), ItemsInfo),
+        config.output,
+        shared,
+        join(config.tables, "sequences"),
+    )
+    tokenizer = registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
+    precomputed = None
+    if config.has_custom_embeddings:
+        precomputed = read_precomputed(config.embeddings, config.id)
+    source = EmbeddingSource(config.encoder, config.pca, config.embed, precomputed)
+    if config.extend:
+        sids, trie, is_new = extend(
+            paths,
+            config.extend,
+            tokenizer,
+            source,
+            config.overwrite,
+            say,
+        )
+    else:
+        sids, trie, is_new = tokenize(
+            paths,
+            tokenizer,
+            source,
+            config.published,
+            config.overwrite,
+            say,
+        )
+    print("\n".join(describe_quality(sids, trie)))
+    if sids.info.drift:
+        print(describe_drift(sids.info.drift))
+    if is_new:
+        print(
+            f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in "
+            f"{time.monotonic() - start_s:.0f} s"
+        )
+    else:
+        print(f"nothing to do: {config.output} is up to date; overwrite makes it again")
+    return sids
+
+
+def describe_quality(sids: Table[SidsInfo], trie: Table[TrieInfo]) -> list[str]:
+    """Return lines on the quality of the SIDs: errors, collisions, use of codes."""
+    sizes, info = sids.info.codebook_sizes, sids.info.measures
+    lines = [
+        f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, "
+        f"codebooks {sizes}"
+    ]
+    errors = [
+        f"{label} {info[name]:.4f}"
+        for name, label in ERROR_LABELS.items()
+        if name in info
+    ]
+    if errors:
+        lines.append(f"share of variance not explained: {', '.join(errors)}")
+    if "relaxed_items" in info:
+        lines.append(
+            f"{pluralize(info['relaxed_items'], 'item')} relaxed; collision rate "
+            f"{info['collision_rate_before']:.4f} before, 0 after"
+        )
+    else:
+        lines.append(
+            f"collision rate {info['collision_rate']:.4f} before the conflict code: "
+            f"{info['distinct']} distinct, "
+            f"{pluralize(info['duplicates'], 'duplicate')}, largest group "
+            f"{info['largest_group']}"
+        )
+    for level, measures in enumerate(info["levels"]):
+        lines.append(
+            f"level {level + 1}: {measures['used']} codes in use "
+            f"({measures['use']:.1%}), entropy {measures['entropy_bits']:.2f} bits"
+        )
+    branching = ", ".join(f"{mean:.2f}" for mean in trie.info.branching)
+    lines.append(f"branching per level {branching}")
+    return lines
+
+
+def encode_texts(config: EncodeConfig) -> dict[str, Table[Any]]:
+    """Encode the texts of a log, and return the tables by name."""
+    from pipelines.encode.texts import encode_log
+
+    start_s, say = time.monotonic(), start_clock()
+    written = encode_log(
+        config.tables,
+        config.output,
+        config.encoder,
+        config.embed,
+        config.overwrite,
+        say,
+    )
+    counts = ", ".join(
+        f"{written[name].rows:,} {name}"
+        for name in ("items", "queries", "pairs")
+        if name in written
+    )
+    width = written["items"].info.width
+    seconds = time.monotonic() - start_s
+    print(f"{counts}, width {width}, in {seconds:.0f} s: {config.output}")
+    return written
+
+
+def describe_no_gain(
+    metrics: Mapping[str, float], metric: str, baseline: tuple[str, float] | None
+) -> str:
+    """Return a warning if the best epoch is no better than a model without training.
+
+    Args:
+        metrics: Validation metrics of the best epoch.
+        metric: Metric of the training (`fit.metric`).
+        baseline: Name of the best baseline, and its value of `metric`. With None, only
+            chance level is compared, which `metrics` imply.
+    """
+    from models.metrics.ranking_metrics import describe_chance_level
+
+    comparison = describe_chance_level(metrics)
+    value = metrics.get(metric, math.nan)
+    if baseline and value < baseline[1]:
+        comparison = f"{metric} {value:.4f}, {baseline[0]} {baseline[1]:.4f}"
+    if not comparison:
+        return ""
+    return f"warning: no better than without training ({comparison})\n"
+
+
+def train_model(config: TrainConfig) -> TrainingResult:
+    """Train a model, or continue or return the training of this name."""
+    from models.metrics.ranking_metrics import format_metric
+    from pipelines import tracking
+    from pipelines.comparison.verdicts import best_trained_baseline
+    from pipelines.training.run import run_training
+
+    result = run_training(config, say=partial(print, flush=True))
+    best, metric = result.best, config.fit.metric
+    model_class = registry.find(best.name)
+    if result.was_finished:
+        print(f"The run '{result.name}' is finished; nothing to do.")
+    else:
+        epochs = pluralize(result.epochs, "epoch")
+        print(f"Trained {best.name} for {epochs} in {result.seconds:.0f} s.")
+        if not (model_class.is_baseline or model_class.is_diagnostic):
+            baseline = best_trained_baseline(result.run, metric)
+            print(describe_no_gain(best.metrics, metric, baseline), end="")
+        if best.epoch == config.fit.max_epochs > config.fit.eval_every_epochs:
+            print("note: the best epoch is the last (fit.max_epochs)")
+    metrics = "  ".join(
+        f"{name} {format_metric(best.metrics.get(name))}"
+        for name in model_class.shown_metrics
+    )
+    print(
+        f"  best epoch  {best.epoch}: {metrics} on val\n"
+        f"  checkpoint  {result.checkpoint}\n"
+        f"  MLflow run  {result.run.run_id} in {result.run.experiment}\n"
+        f"  look at it  {tracking.view_command(result.run.uri)}"
+    )
+    return result
