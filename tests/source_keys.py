@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from pipelines.prepare.reading.log import History, Label, Log, Section
+from pipelines.prepare.reading.log import AsOf, History, Items, Label, Log, Users
 from pipelines.prepare.reading.times import Time
 from pipelines.prepare.settings.actions import ActionsConfig, Counts, Input, Task
 from pipelines.prepare.settings.config import PrepareConfig
@@ -34,7 +34,7 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
     "labels.NAME.": (Label, ()),
     "history.": (History, ()),
     "items.": (
-        Section,
+        Items,
         (
             "files",
             "item",
@@ -45,9 +45,9 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
             "keep",
         ),
     ),
-    "users.": (Section, ("files", "user", "attributes")),
+    "users.": (Users, ("files", "user", "attributes")),
     "as_of.NAME.": (
-        Section,
+        AsOf,
         ("files", "item", "user", "time", "numbers", "categories"),
     ),
     "prepare.": (PrepareConfig, ()),

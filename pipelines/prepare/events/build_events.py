@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -39,6 +40,7 @@ from pipelines.prepare.events.order_events import LOG_PLACE, order_events
 from pipelines.prepare.executor import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.read import FilePart, split_file
+from pipelines.prepare.reading.reader import read_events, read_users
 from pipelines.prepare.reading.rows import RejectCounts, check_missing, common_missing
 from pipelines.prepare.run import Run
 
@@ -162,7 +164,7 @@ def _hash_file(run: Run, file: str) -> str:
     digests = []
     for piece in split_file(uri, run.source, run.executor.settings.read_mb << 20):
         digest = hashlib.sha256()
-        for _ in run.source.read_events(run.input, file, None, piece, 0, digest):
+        for _ in read_events(run.source, run.input, file, None, piece, 0, digest):
             pass
         digests.append(digest.hexdigest())
     return _combine_digests(digests)
@@ -191,18 +193,15 @@ def _read_files(
     )
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
-        digests = {file: hashlib.sha256() for file in user_files}
-        users = run.source.read_users(run.input, digests)
-        if users:
-            check_missing(users.missing, "user", run.input)
-            run.check_rejects(RejectCounts.from_block(users), " of the user files")
-        user_rows = users.rows if users else None
-        read = exchange_events(run, files, partitions, user_rows, earlier)
-        rejected, inputs = RejectCounts(), dict(earlier.inputs if earlier else {})
+        inputs, users = dict(earlier.inputs if earlier else {}), None
+        if section := read_users(run.source, run.input, user_files):
+            run.check_rejects(section.rejected, " of the user files")
+            users, inputs = section.rows, inputs | section.hashes
+        read = exchange_events(run, files, partitions, users, earlier)
+        rejected = RejectCounts()
         for file in files:
             summaries = [s for s in read.summaries if s.file == file]
             inputs[file] = _combine_digests([s.digest for s in summaries])
-        inputs |= {file: digest.hexdigest() for file, digest in digests.items()}
         for summary in read.summaries:
             rejected.add(summary.rejected)
         missing = common_missing(s.missing for s in read.summaries if s.blocks)
@@ -222,8 +221,8 @@ def _read_files(
         for _, partition in read.partitions:
             matched.add(partition.matched)
             duplicates += partition.duplicates
-        if user_rows is not None and matched_share(matched) < WARN_BELOW:
-            matched.others = user_rows["user_id"].slice(0, 2).to_pylist()
+        if users is not None and matched_share(matched) < WARN_BELOW:
+            matched.others = users["user_id"].head(2).to_list()
         check_matched(matched, "user", run.config.min_matched, run.report)
         rows_read, reasons = rejected.rows_read, rejected.reasons
         if earlier:
@@ -373,8 +372,8 @@ def read_piece(
     num_events = 0
     reject_parts: list[Part] = []
     missing: list[dict[str, str]] = []
-    blocks = source.read_events(
-        input_uri, file, fetch(users), piece, piece_index, digest
+    blocks = read_events(
+        source, input_uri, file, fetch(users), piece, piece_index, digest
     )
     for block in blocks:
         rejected.add(RejectCounts.from_block(block))
@@ -410,7 +409,7 @@ def write_partition(
     behaviour: str | None,
     keep_duplicates: bool,
     existing: dict[int, tuple[Part, PartitionInfo]],
-    users: pa.Table | None,
+    users: pl.DataFrame | None,
     partition: int,
     rows: pa.Table,
 ) -> WrittenPartition:
@@ -451,19 +450,18 @@ def write_partition(
     )
 
 
-def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
+def _match_users(user: pa.DictionaryArray, described: pl.DataFrame | None) -> Match:
     """Count the users of one partition that have a row in the user files."""
     if described is None:
         return Match()
-    ids = described["user_id"].cast(user.dictionary.type)
-    is_matched = pc.is_in(user.dictionary, ids).to_numpy(zero_copy_only=False)
-    unmatched = user.dictionary.filter(pa.array(~is_matched)).slice(0, 2)
+    ids = pl.Series(user.dictionary)
+    is_matched = ids.is_in(described["user_id"]).to_numpy()
     return Match(
         ids=len(is_matched),
         ids_matched=int(is_matched.sum()),
         events=len(user),
         events_matched=int(is_matched[user.indices.to_numpy()].sum()),
-        unmatched=unmatched.to_pylist(),
+        unmatched=ids.filter(~is_matched).head(2).to_list(),
     )
 
 
@@ -471,7 +469,7 @@ def exchange_events(
     run: Run,
     files: list[str],
     partitions: int,
-    users: pa.Table | None,
+    users: pl.DataFrame | None,
     earlier: Table[EventsInfo] | None,
 ) -> WrittenEvents:
     """Read raw files and write parts of events and rejects, without committing them.

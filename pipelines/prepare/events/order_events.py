@@ -7,7 +7,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.prepare.reading.log import MISSING_VALUES
+from pipelines.prepare.reading.reader import MISSING_VALUES
 
 LOG_PLACE = "log_place"
 """Column with the row number of an event in the log; only with `ties: log_order`."""

@@ -6,7 +6,6 @@ catalogue of other tables. One process holds all items and all rows of the item 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from typing import Any
@@ -20,7 +19,8 @@ from core.tables import Table, write_part
 from pipelines.prepare.events.build_events import LoadStats
 from pipelines.prepare.events.matching import check_matched
 from pipelines.prepare.items.k_core import core_items
-from pipelines.prepare.reading.rows import RejectCounts, check_missing, common_missing
+from pipelines.prepare.reading.reader import SectionRows, read_section
+from pipelines.prepare.reading.rows import RejectCounts
 from pipelines.prepare.run import Run
 
 ITEMS_PER_PART = 1_000_000
@@ -64,8 +64,15 @@ def make_items(
             f"{run.input} has no file {missing[0]}, from which the items were made",
             "settings",
         )
-    metadata, hashes = read_metadata(run, files)
-    described = metadata["item_id"] if source.keeps_all_items else None
+    section = SectionRows(
+        pl.DataFrame(items_schema().empty_table()), RejectCounts(), {}
+    )
+    if source.items:
+        section = read_section(source.items, run.input, files)
+        run.check_rejects(section.rejected, " of the item files")
+    metadata = section.rows
+    keeps_all = source.items is not None and source.items.keep == "all"
+    described = metadata["item_id"] if keeps_all else None
     in_core, core_rounds = core_items(
         stats, config.core, run.core_before_ms(split), run.executor, described
     )
@@ -99,7 +106,7 @@ def make_items(
         metadata_outside_catalogue=metadata.height - inside.height,
         metadata_differ=differing.height,
     )
-    if source.keeps_all_items:
+    if keeps_all:
         info.items_without_behaviours = items.height - in_core.height
     if files:
         _check_metadata(run, in_core, metadata["item_id"])
@@ -113,7 +120,7 @@ def make_items(
             schema,
             parts,
             settings,
-            {**inputs, **hashes},
+            {**inputs, **section.hashes},
             info,
             core_s=core_end - begin,
             write_s=time.perf_counter() - core_end,
@@ -131,27 +138,6 @@ def make_items(
         f"items dropped"
     )
     return committed
-
-
-def read_metadata(run: Run, files: list[str]) -> tuple[pl.DataFrame, dict[str, str]]:
-    """Read the valid rows of item files in order, and the hash of each file."""
-    section = run.source.items
-    schema = section.schema if section else items_schema().remove(0)
-    blocks = [pl.DataFrame(schema.empty_table())]
-    hashes: dict[str, str] = {}
-    missing: list[dict[str, str]] = []
-    rejected = RejectCounts()
-    for file in files:
-        assert section is not None
-        digest = hashlib.sha256()
-        for block in section.read(run.input, file, digest):
-            rejected.add(RejectCounts.from_block(block))
-            blocks.append(pl.DataFrame(block.rows))
-            missing.append(block.missing)
-        hashes[file] = digest.hexdigest()
-    check_missing(common_missing(missing), "item", run.input)
-    run.check_rejects(rejected, " of the item files")
-    return pl.concat(blocks), hashes
 
 
 def _check_metadata(run: Run, in_core: pl.DataFrame, described: pl.Series) -> None:

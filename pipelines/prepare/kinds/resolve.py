@@ -88,7 +88,7 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     source.event_files(input_uri)
     source.user_files(input_uri)
     for section in source.as_of.values():
-        section.list_files(input_uri, "feature")
+        section.list_files(input_uri)
     if config.catalogue is None:
         source.item_files(input_uri)
     return replace(config, split=replace(config.split, by=split))

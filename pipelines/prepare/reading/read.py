@@ -24,9 +24,9 @@ from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -34,6 +34,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 from pyarrow import fs
+from pydantic import AfterValidator, Field
 
 from core.errors import UserError, did_you_mean, one_line
 from core.files import open_uri
@@ -50,7 +51,7 @@ SUFFIXES = {
     "json": "jsonl",
     "parquet": "parquet",
 }
-FORMATS = ("csv", "jsonl", "parquet", "lines", "keyed")
+Format = Literal["csv", "jsonl", "parquet", "lines", "keyed"]
 COMPRESSION_MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bz2",
@@ -72,6 +73,8 @@ DELIMITER_MARK = b"\x1f"
 """Byte that replaces a delimiter of several characters: the ASCII unit separator."""
 UNCLOSED_QUOTES = "its quotes are not closed"
 """Reason of a broken line with a value that ends in the wrong place, or not at all."""
+ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
+"""Byte that is not UTF-8, as Python decodes it with `surrogateescape`."""
 LONE_SURROGATE = re.compile(
     rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
 )
@@ -82,54 +85,37 @@ Broken = list[tuple[int, str, str]]
 """Lines that cannot be parsed: index in the piece, reason and text."""
 
 
+def check_encoding(encoding: str) -> str:
+    """Raise a ValueError for a codec that is none of text."""
+    try:
+        "".encode(encoding)
+    except LookupError as error:
+        raise ValueError(
+            f"'encoding' is '{encoding}', which is not a text encoding of Python"
+        ) from error
+    return encoding
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files:
     """Format of the files of a section."""
 
-    format: str | None = None
+    format: Format | None = None
     """csv, jsonl, parquet; `lines` (each line is a row with the column `line`) or
     `keyed` (one JSON object with a value by id, read as the columns `key` and `value`).
     By default the suffix of the file determines the format."""
-    delimiter: str | None = None
+    delimiter: Annotated[str, Field(pattern=r"^[[:ascii:]&&[^\n]]{1,8}$")] | None = None
     """CSV: separator of columns, such as `;` or `::`; by default a tab for `.tsv`,
     otherwise a comma."""
     header: list[str] | None = None
     """CSV without a header line: names of the columns."""
-    quote: str = '"'
+    quote: Annotated[str, Field(pattern="^[[:ascii:]]?$")] = '"'
     """CSV: quote character around values; empty if quotes are plain characters."""
-    escape: str = ""
+    escape: Annotated[str, Field(pattern="^[[:ascii:]]?$")] = ""
     """CSV: escape character before a quote within a value, such as a backslash; by
     default quotes are doubled."""
-    encoding: str = "utf-8"
+    encoding: Annotated[str, AfterValidator(check_encoding)] = "utf-8"
     """Python codec of text files, such as cp1252."""
-
-    def check_files(self) -> None:
-        """Raise a ValueError for invalid settings."""
-        if self.format is not None and self.format not in FORMATS:
-            raise ValueError(
-                f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}"
-            )
-        for key in ("quote", "escape"):
-            if len(getattr(self, key).encode()) > 1:
-                raise ValueError(
-                    f"'{key}' is {getattr(self, key)!r}; it must be one ASCII "
-                    f"character, or ''"
-                )
-        delimiter = self.delimiter
-        if delimiter is not None and not (
-            delimiter.isascii() and 1 <= len(delimiter) <= 8 and "\n" not in delimiter
-        ):
-            raise ValueError(
-                f"'delimiter' is {delimiter!r}; it must be one to eight ASCII "
-                f"characters, such as ';'"
-            )
-        try:
-            "".encode(self.encoding)
-        except LookupError as error:
-            raise ValueError(
-                f"'encoding' is '{self.encoding}', which is not a text encoding of "
-                f"Python; use a codec such as cp1252"
-            ) from error
 
     @property
     def needs_decoding(self) -> bool:
@@ -149,7 +135,7 @@ class Files:
         if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
             raise UserError(
                 f"'format' is not set, and the name of {uri} indicates none of "
-                f"{', '.join(FORMATS)}"
+                f"{', '.join(get_args(Format))}"
             )
         return self.format or SUFFIXES[suffixes[-1]]
 
@@ -244,7 +230,7 @@ def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
         return [None]
     with filesystem.open_input_file(path) as stream:
         if kind == "parquet":
-            return list(_split_row_groups(pq.read_metadata(stream), size))
+            return _split_row_groups(pq.read_metadata(stream), size)
         head = stream.read(1 << 12)
     is_json_array = kind == "jsonl" and _is_array(head)
     is_plain = not files.needs_decoding and not _detect_compression(head)
@@ -255,19 +241,17 @@ def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
     ]
 
 
-def _split_row_groups(metadata: Any, size: int) -> Iterator[FilePart]:
-    """Yield parts of a Parquet file with about `size` bytes of row groups each."""
-    sizes = []
-    for group_index in range(metadata.num_row_groups):
-        group = metadata.row_group(group_index)
-        columns = [group.column(i) for i in range(group.num_columns)]
-        sizes.append(sum(column.total_compressed_size for column in columns))
-    offsets = np.cumsum([0, *sizes])[:-1]
-    # index of the part of each row group, by the byte at which the group begins
-    part = offsets // size
-    _, first_groups = np.unique(part, return_index=True)
-    for start, end in pairwise([*first_groups.tolist(), len(sizes)]):
-        yield FilePart(start, end)
+def _split_row_groups(metadata: Any, size: int) -> list[FilePart | None]:
+    """Return parts of a Parquet file with about `size` bytes of row groups each."""
+    first_groups: dict[int, int] = {}  # by the index of a part
+    offset = 0
+    for number in range(metadata.num_row_groups):
+        first_groups.setdefault(offset // size, number)
+        group = metadata.row_group(number)
+        for i in range(group.num_columns):
+            offset += group.column(i).total_compressed_size
+    bounds = [*first_groups.values(), metadata.num_row_groups]
+    return [FilePart(start, end) for start, end in pairwise(bounds)]
 
 
 def _detect_compression(head: bytes) -> str | None:
@@ -521,46 +505,34 @@ def _read_csv(
     lines_to_skip = header_lines if piece is None or piece.start == 0 else 0
     unparsed = b""
     first_row = 0
-    last = False
-    blocks = _read_blocks(uri, files, digest, piece)
-    while not last:
-        block = next(blocks, None)
-        last = block is None
+    for block in chain(_read_blocks(uri, files, digest, piece), [None]):
         unparsed = (unparsed + (block or b"")).replace(delimiter, mark)
-        unparsed, lines_to_skip = _skip_lines(unparsed, lines_to_skip)
+        while lines_to_skip and (line_end := unparsed.find(b"\n") + 1):
+            unparsed = unparsed[line_end:]
+            lines_to_skip -= 1
         if lines_to_skip or not unparsed:
             continue
-        parsed = _parse_csv(unparsed, files, mark.decode(), names, columns, last)
-        unparsed = unparsed[parsed.num_bytes :]
+        rows, broken, num_bytes = _parse_csv(
+            unparsed, files, mark.decode(), names, columns, last=block is None
+        )
+        unparsed = unparsed[num_bytes:]
         if len(unparsed) > MAX_ROW_BYTES:
             raise UserError(
                 f"{uri}: row {first_row:,} is longer than {MAX_ROW_BYTES >> 20} MiB"
             )
-        if parsed.table is None:
-            rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
-        else:
-            rows = pl.DataFrame(parsed.table)
+        numbers = first_row + _row_numbers(len(rows), broken)
         rows = _unescape(rows, files, mark.decode(), delimiter.decode())
-        row_numbers = first_row + parsed.numbers
-        rows = rows.with_columns(pl.Series(ROW, row_numbers, pl.Int64))
-        broken_lines = [
+        rows = rows.with_columns(pl.Series(ROW, numbers, pl.Int64))
+        broken = [
             (
                 first_row + number,
                 reason,
                 line.replace(mark.decode(), delimiter.decode()),
             )
-            for number, reason, line in parsed.broken
+            for number, reason, line in broken
         ]
-        yield ParsedRows(rows, broken_lines, missing)
-        first_row += len(row_numbers) + len(broken_lines)
-
-
-def _skip_lines(text: bytes, count: int) -> tuple[bytes, int]:
-    """Remove up to `count` complete lines from the start of a text."""
-    while count and (line_end := text.find(b"\n") + 1):
-        text = text[line_end:]
-        count -= 1
-    return text, count
+        yield ParsedRows(rows, broken, missing)
+        first_row += len(rows) + len(broken)
 
 
 def _read_header(
@@ -595,20 +567,6 @@ def _read_header(
     return unique, reader.line_num
 
 
-@dataclass(frozen=True)
-class ParsedText:
-    """Rows parsed from a text of a CSV file."""
-
-    table: pa.Table | None
-    """Valid rows, or None without valid rows."""
-    numbers: np.ndarray
-    """(rows,) indices of the valid rows among all rows of the text."""
-    broken: Broken
-    """Broken lines, with their indices among all rows of the text."""
-    num_bytes: int
-    """Number of parsed bytes."""
-
-
 def _parse_csv(
     text: bytes,
     files: Files,
@@ -616,15 +574,18 @@ def _parse_csv(
     names: list[str],
     columns: list[str],
     last: bool,
-) -> ParsedText:
-    """Parse a text that begins with a row."""
+) -> tuple[pl.DataFrame, Broken, int]:
+    """Parse a text that begins with a row.
+
+    Returns:
+        Valid rows, broken lines with their indices among all rows of the text, and the
+        number of parsed bytes.
+    """
     text = _mark_escapes(text, files)
     end = len(text) if last else text.rfind(b"\n") + 1
     if _is_regular(text[:end], files, delimiter):
-        table, numbers, broken = _parse_with_arrow(
-            text[:end], files, delimiter, names, columns
-        )
-        return ParsedText(table, numbers, broken, end)
+        with suppress(UnicodeDecodeError):
+            return *_parse_with_arrow(text[:end], files, delimiter, names, columns), end
     return _parse_line_by_line(text, files, delimiter, names, columns, last)
 
 
@@ -632,33 +593,33 @@ def _is_regular(text: bytes, files: Files, delimiter: str) -> bool:
     """Return whether all quotes enclose whole values of one line, or are doubled."""
     if not files.quote or files.quote.encode() not in text:
         return True
-    quote_code, line_feed, carriage_return = ord(files.quote), 10, 13
-    codes = np.frombuffer(text, np.uint8)
-    quotes = np.flatnonzero(codes == quote_code)
+    # line feeds at both ends, so that each quote has a byte before and after it
+    codes = np.frombuffer(b"\n%b\n" % text, np.uint8)
+    quotes = np.flatnonzero(codes == ord(files.quote))
     if len(quotes) % 2:
         return False
     opening, closing_quotes = quotes[::2], quotes[1::2]
-    # bytes next to the quotes, except where the text begins or ends
-    before = codes[opening[opening > 0] - 1]
-    after = codes[closing_quotes[closing_quotes < len(codes) - 1] + 1]
-    separators = [ord(delimiter), line_feed, quote_code]
-    if not np.isin(before, separators).all():
-        return False
-    if not np.isin(after, [*separators, carriage_return]).all():
-        return False
-    # index of the line of each quote
-    line_ends = np.flatnonzero(codes == line_feed)
+    separators = [ord(delimiter), ord("\n"), ord(files.quote)]
+    line_ends = np.flatnonzero(codes == ord("\n"))
     opening_line = np.searchsorted(line_ends, opening)
     closing_line = np.searchsorted(line_ends, closing_quotes)
-    return bool((opening_line == closing_line).all())
+    return bool(
+        np.isin(codes[opening - 1], separators).all()
+        and np.isin(codes[closing_quotes + 1], [*separators, ord("\r")]).all()
+        and (opening_line == closing_line).all()
+    )
 
 
 def _parse_with_arrow(
     text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str]
-) -> tuple[pa.Table | None, np.ndarray, Broken]:
-    """Parse rows of one line each with Arrow; arguments as in `_parse_csv`."""
+) -> tuple[pl.DataFrame, Broken]:
+    """Parse rows of one line each with Arrow; arguments as in `_parse_csv`.
+
+    Raises:
+        UnicodeDecodeError: If a value of `columns`, or a broken line, is not UTF-8.
+    """
     if not text.strip(b"\r\n"):
-        return None, np.zeros(0, np.int64), []
+        return pl.DataFrame(schema=dict.fromkeys(columns, pl.String)), []
     broken: Broken = []
     decode_error = None
     try:
@@ -696,7 +657,7 @@ def _parse_with_arrow(
         if decode_error:
             raise decode_error from None
         raise
-    return table, _row_numbers(table.num_rows, broken), broken
+    return pl.DataFrame(table), broken
 
 
 def _restore_quotes(line: str, files: Files) -> str:
@@ -711,63 +672,6 @@ def _row_numbers(num_rows: int, broken: Broken) -> np.ndarray:
     return np.flatnonzero(is_row)
 
 
-class _RecordReader:
-    """Reads records from lines of CSV with Python's strict reader.
-
-    A line is broken if a value that begins in it is not closed correctly, or spans
-    lines that look like rows. Reading then continues with the next line, so a stray
-    quote only affects its own line.
-    """
-
-    def __init__(
-        self, lines: list[str], files: Files, delimiter: str, width: int
-    ) -> None:
-        """Begin with the first line."""
-        self.lines, self.files = lines, files
-        self.delimiter, self.width = delimiter, width
-        self.position = 0
-        """Index of the next line to read."""
-        self.reader: Any = None
-        self.reader_start = 0
-        """Index of the first line of `reader`."""
-        self.last_spanned_line = -1
-        """Last line of the latest value that spanned lines which look like rows."""
-
-    def read(self) -> tuple[list[str], str]:
-        """Read the record that begins at `position`, and advance `position`."""
-        if self.reader is None:
-            self.reader_start = self.position
-            remaining = range(self.position, len(self.lines))
-            self.reader = csv.reader(
-                map(self.lines.__getitem__, remaining),
-                delimiter=self.delimiter,
-                **_quote_options(self.files),
-            )
-        start = self.position
-        cells = next(self.reader)
-        end = self.reader_start + self.reader.line_num
-        has_width = len(cells) == self.width
-        spanned = self.lines[start:end]
-        if len(spanned) > 1 and (
-            not has_width or _look_like_rows(spanned, self.delimiter, self.width)
-        ):
-            self.last_spanned_line = end - 1
-            self.skip_line()
-            return [], UNCLOSED_QUOTES
-        self.position = end
-        if cells and not has_width:
-            return cells, f"{len(cells)} columns, not {self.width}"
-        has_stray_quote = self.lines[start].count(self.files.quote) % 2
-        if start == self.last_spanned_line and has_stray_quote:
-            return cells, "a quote closes what none has opened"
-        return cells, ""
-
-    def skip_line(self) -> None:
-        """Skip a broken line, and start a new reader at the next line."""
-        self.position += 1
-        self.reader = None
-
-
 def _parse_line_by_line(
     text: bytes,
     files: Files,
@@ -775,40 +679,65 @@ def _parse_line_by_line(
     names: list[str],
     columns: list[str],
     last: bool,
-) -> ParsedText:
-    """Parse a text with `_RecordReader`; arguments as in `_parse_csv`."""
+) -> tuple[pl.DataFrame, Broken, int]:
+    """Parse a text with Python's strict reader; see `_parse_csv`.
+
+    A line is broken if a value that begins in it is not closed correctly, or spans
+    lines that look like rows. Reading then continues with the next line, so a stray
+    quote only affects its own line.
+    """
     complete = text if last else text[: text.rfind(b"\n") + 1]
-    lines = re.findall(r"[^\n]*\n|[^\n]+", complete.decode())
-    reader = _RecordReader(lines, files, delimiter, len(names))
-    rows: list[list[str]] = []
+    lines = re.findall(r"[^\n]*\n|[^\n]+", complete.decode(errors="surrogateescape"))
+    width, indices = len(names), [names.index(name) for name in columns]
+    rows: list[list[str | None]] = []
     broken: Broken = []
-    while reader.position < len(lines):
-        start = reader.position
+    position, last_spanned_line = 0, -1
+    reader, reader_start = None, 0
+    while position < len(lines):
+        start, cells, reason = position, list[str](), ""
+        if reader is None:
+            reader_start = start
+            rest = map(lines.__getitem__, range(start, len(lines)))
+            reader = csv.reader(rest, delimiter=delimiter, **_quote_options(files))
         try:
-            cells, reason = reader.read()
+            cells = next(reader)
         except csv.Error as error:
             is_incomplete = "end of data" in str(error) and not last
             if is_incomplete and len(text) < MAX_ROW_BYTES // 2:
                 break  # the record ends in the next block
-            reader.skip_line()
-            cells, reason = [], UNCLOSED_QUOTES
+            reason = UNCLOSED_QUOTES
+        position = reader_start + reader.line_num
+        spanned = lines[start:position]
+        values = [cells[index] or None for index in indices if index < len(cells)]
         if reason:
-            record = "".join(lines[start : reader.position]).rstrip("\r\n")
-            record = _restore_quotes(record, files)
+            pass
+        elif len(spanned) > 1 and (
+            len(cells) != width or _look_like_rows(spanned, delimiter, width)
+        ):
+            last_spanned_line, reason = position - 1, UNCLOSED_QUOTES
+        elif cells and len(cells) != width:
+            reason = f"{len(cells)} columns, not {width}"
+        elif start == last_spanned_line and lines[start].count(files.quote) % 2:
+            reason = "a quote closes what none has opened"
+        elif ESCAPED_BYTE.search("".join(filter(None, values))):
+            reason = "not UTF-8"
+        if reason == UNCLOSED_QUOTES:  # reading continues with the next line
+            position, reader = start + 1, None
+        if reason:
+            record = "".join(lines[start:position]).rstrip("\r\n")
+            record = _restore_quotes(_replace_escaped(record), files)
             number = len(rows) + len(broken)
             broken.append((number, f"row: {reason}", record[:MAX_QUOTED_CHARS]))
         elif cells:
-            rows.append(cells)
-    num_bytes = sum(len(line.encode()) for line in lines[: reader.position])
-    numbers = _row_numbers(len(rows), broken)
-    if not rows:
-        return ParsedText(None, numbers, broken, num_bytes)
-    arrays = []
-    for name in columns:
-        index = names.index(name)
-        arrays.append(pa.array([row[index] or None for row in rows], pa.string()))
-    table = pa.table(arrays, names=columns)
-    return ParsedText(table, numbers, broken, num_bytes)
+            rows.append(values)
+    num_bytes = len("".join(lines[:position]).encode(errors="surrogateescape"))
+    frame = pl.DataFrame(rows, dict.fromkeys(columns, pl.String), orient="row")
+    return frame, broken, num_bytes
+
+
+def _replace_escaped(text: str) -> str:
+    """Replace bytes that are not UTF-8 by the replacement character."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
@@ -865,14 +794,21 @@ def _parse_text_lines(
     text: bytes, uri: str, expressions: list[str], row: int
 ) -> tuple[ParsedRows, int]:
     """Parse lines of text; blank lines are skipped."""
-    all_lines = text.decode().replace("\r\n", "\n").split("\n")
-    lines = [line for line in all_lines if line.strip()]
+    text_lines = text.decode(errors="surrogateescape").replace("\r\n", "\n").split("\n")
+    lines = dict(enumerate((line for line in text_lines if line.strip()), row))
+    broken = [
+        (number, "row: not UTF-8", _replace_escaped(line)[:MAX_QUOTED_CHARS])
+        for number, line in lines.items()
+        if ESCAPED_BYTE.search(line)
+    ]
+    valid = {**lines}
+    for number, *_ in broken:
+        del valid[number]
     rows = pl.DataFrame(
-        {"line": lines, ROW: np.arange(row, row + len(lines))},
-        {"line": pl.String, ROW: pl.Int64},
+        {"line": [*valid.values()], ROW: [*valid]}, {"line": pl.String, ROW: pl.Int64}
     )
     _, missing = select_columns(expressions, ["line"])
-    return ParsedRows(rows, missing=missing), len(lines)
+    return ParsedRows(rows, broken, missing), len(lines)
 
 
 def _parse_json_lines(
@@ -950,7 +886,17 @@ def _parse_objects(
     present = {key for row in objects.values() for key in row}
     columns, _ = select_columns(expressions, present)
     for name in columns:
-        reasons |= _find_rare_kinds(objects, name)
+        # null and an empty list fit every kind, also a list of objects
+        kinds = {
+            line_index: _json_kind(row[name])
+            for line_index, row in objects.items()
+            if row.get(name) is not None and row[name] != []
+        }
+        for common_kind, _ in Counter(kinds.values()).most_common(1):
+            for line_index, kind in kinds.items():
+                if kind != common_kind:
+                    reason = f"{name}: {kind}, where most rows have {common_kind}"
+                    reasons[line_index] = reason
         types = {type(row.get(name)) for row in objects.values()}
         if len(types - {type(None), list, dict}) > 1:  # mixed values become text
             for row in objects.values():
@@ -966,24 +912,6 @@ def _parse_objects(
         text = lines[line_index].decode(errors="replace")[:MAX_QUOTED_CHARS]
         broken.append((line_index, reasons[line_index], text))
     return valid, broken
-
-
-def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int, str]:
-    """Find rows whose value of a column has another kind than most values."""
-    # null and an empty list fit every kind, also a list of objects
-    kinds = {
-        line_index: _json_kind(row[name])
-        for line_index, row in objects.items()
-        if row.get(name) is not None and row[name] != []
-    }
-    if not kinds:
-        return {}
-    [(common_kind, _)] = Counter(kinds.values()).most_common(1)
-    return {
-        line_index: f"{name}: {kind}, where most rows have {common_kind}"
-        for line_index, kind in kinds.items()
-        if kind != common_kind
-    }
 
 
 def _read_json_value(
@@ -1079,18 +1007,17 @@ def _rows_per_frame(group: Any, columns: list[str]) -> int:
 def _to_text(column: pa.Array) -> Any:
     """Convert a column for polars: bytes and 256-bit decimals become text."""
     kind = column.type
-    is_bytes = (
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    )
-    if is_bytes:
-        texts = [
-            None if value is None else value.decode(errors="replace")
-            for value in column.to_pylist()
-        ]
-        valid = [None if text and "\ufffd" in text else text for text in texts]
-        return pl.Series(valid, dtype=pl.String)
     if pa.types.is_decimal256(kind):
-        column = column.cast(pa.string())
-    return pl.from_arrow(column)
+        return pl.from_arrow(column.cast(pa.string()))
+    values = pl.Series(column)
+    if values.dtype != pl.Binary:
+        return values
+    with suppress(pl.exceptions.ComputeError):
+        return values.cast(pl.String)
+    # values that are not UTF-8 are missing
+    texts = [text and text.decode(errors="ignore") for text in values]
+    valid = [
+        text if text is None or text.encode() == value else None
+        for text, value in zip(texts, values, strict=True)
+    ]
+    return pl.Series(valid, dtype=pl.String)

@@ -23,12 +23,12 @@ from core.tables import LARGEST_NUMBER
 from pipelines.prepare.reading.read import (
     MAX_QUOTED_CHARS,
     ROW,
-    Broken,
     FilePart,
+    ParsedRows,
     parse_sql,
     root_columns,
 )
-from pipelines.prepare.reading.times import Time, parse_times, reject_future
+from pipelines.prepare.reading.times import Time, parse_times
 
 MAX_EXPLODED_ROWS = 1 << 18
 """Approximate maximum number of rows per block after lists are exploded."""
@@ -172,7 +172,7 @@ class Rows:
             expressions: Columns or SQL expressions, by column of the table.
             uri: File, for messages.
         """
-        self.raw, self.expressions, self.uri = raw, expressions, uri
+        self.raw, self.expressions, self.uri = raw, dict(expressions), uri
         self.evaluated, unreadable = evaluate(raw, expressions, uri)
         self.values: dict[str, pl.Series] = {}
         self.reasons: list[pl.Series] = []
@@ -182,12 +182,18 @@ class Rows:
     def reject(self, mask: pl.Series, reason: str) -> None:
         """Reject the rows at which the mask is true."""
         if mask.any():
-            reasons = pl.select(pl.when(mask).then(pl.lit(reason)))
-            self.reasons.append(reasons.to_series())
+            self.reasons.append(where(mask, pl.lit(reason)))
 
     def _type_error(self, target: str, expected: str) -> UserError:
         text, kind = self.expressions[target], self.evaluated[target].dtype
         return UserError(f"{self.uri}: '{text}' is {kind}, not {expected}")
+
+    def _get_numbers(self, target: str, expected: str) -> pl.Series:
+        """Return values that are text, bools, numbers or null."""
+        kind = self.evaluated[target].dtype
+        if kind not in (pl.String, pl.Boolean, pl.Null) and not kind.is_numeric():
+            raise self._type_error(target, expected)
+        return self.evaluated[target]
 
     def parse_ids(self, target: str, missing: str = "missing") -> None:
         """Store a column as ids; texts such as nan and null count as missing.
@@ -198,9 +204,7 @@ class Rows:
         """
         values, what = self.evaluated[target], self.expressions[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
-            raise UserError(
-                f"{self.uri}: '{what}' is {values.dtype}, not text or integers"
-            )
+            raise self._type_error(target, "text or integers")
         ids = clean_ids(values)
         self.values[target] = ids
         if ids.null_count():
@@ -220,9 +224,6 @@ class Rows:
         Lists are joined by blanks. In a column `cat_*`, a list with a blank in an
         element becomes JSON, so that different lists remain different. Columns
         `text_*` are stripped.
-
-        Args:
-            target: Column to store.
         """
         values = self.evaluated[target]
         if isinstance(values.dtype, pl.List):
@@ -230,8 +231,7 @@ class Rows:
             values = lists.list.join(" ", ignore_nulls=True)
             if target.startswith("cat_"):
                 has_blank = lists.list.eval(pl.element().str.contains(r"\s")).list.any()
-                text = pl.when(has_blank).then(as_text(lists)).otherwise(values)
-                values = pl.select(text).to_series()
+                values = where(has_blank, as_text(lists), values)
         elif values.dtype.is_nested() or values.dtype == pl.Binary:
             raise self._type_error(target, "text")
         if values.dtype.is_float():
@@ -239,7 +239,7 @@ class Rows:
         values = values.cast(pl.String)
         if target.startswith("text_"):
             values = values.str.strip_chars()
-        self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
+        self.values[target] = where(values != "", values)
 
     def parse_time(
         self, target: str, time: Time, piece_index: int = 0, *, past: bool = False
@@ -259,12 +259,10 @@ class Rows:
             return
         try:
             self.values[target], reason = parse_times(
-                self.evaluated[target], time, time.column
+                self.evaluated[target], time, time.column, past=past
             )
         except TypeError:
             raise self._type_error(target, f"times as {time.notation}") from None
-        if past:
-            reason = reject_future(self.values[target], reason, time, time.column)
         if reason.null_count() < len(reason):
             self.reasons.append(reason)
 
@@ -285,22 +283,20 @@ class Rows:
             known_ms = event_time + round((delay_minutes or 0) * 60_000)
         else:
             known_ms, reason = parse_times(
-                self.evaluated[target], time, str(time.column)
+                self.evaluated[target], time, str(time.column), past=True
             )
-            reason = reject_future(known_ms, reason, time, str(time.column))
-            named_reason = pl.when(is_set.fill_null(False)).then(
-                reason + f" (time of the label {name})"
-            )
-            self.reasons.append(pl.select(named_reason).to_series())
+            named_reason = reason + f" (time of the label {name})"
+            self.reasons.append(where(is_set.fill_null(False), named_reason))
             is_early = (is_set & (known_ms < event_time)).fill_null(False)
             self.reject(
                 is_early, f"{time.column}: before its event, check labels.{name}.time"
             )
-        self.values[target] = pl.select(pl.when(is_set).then(known_ms)).to_series()
+        self.values[target] = where(is_set, known_ms)
 
     def parse_integer(self, target: str) -> None:
         """Store a column as int32; rows without a non-negative integer are rejected."""
-        values, what = self.evaluated[target], self.expressions[target]
+        what = self.expressions[target]
+        values = self._get_numbers(target, "integers")
         if values.dtype == pl.String:
             values = values.str.strip_chars()
         number = values.cast(pl.Int64, strict=False)
@@ -321,12 +317,11 @@ class Rows:
             target: Column to store.
             span: Smallest and largest allowed value, or None.
         """
-        values, what = self.evaluated[target], self.expressions[target]
-        if not _may_be_numbers(values):
-            raise self._type_error(target, "numbers")
+        what = self.expressions[target]
+        values = self._get_numbers(target, "numbers")
         if values.dtype == pl.String:
             values = values.str.strip_chars()
-            values = pl.select(pl.when(values != "").then(values)).to_series()
+            values = where(values != "", values)
         number = values.cast(pl.Float32, strict=False)
         self.values[target] = number
         self.reject(
@@ -347,9 +342,8 @@ class Rows:
 
     def parse_flag(self, target: str) -> None:
         """Store a column of 0, 1, true or false as bools; missing values are null."""
-        values, what = self.evaluated[target], self.expressions[target]
-        if not _may_be_numbers(values):
-            raise self._type_error(target, "0, 1, true or false")
+        what = self.expressions[target]
+        values = self._get_numbers(target, "0, 1, true or false")
         if values.dtype in (pl.Boolean, pl.Null):
             self.values[target] = values.cast(pl.Boolean)
             return
@@ -360,27 +354,18 @@ class Rows:
             ~is_bool & text.is_not_null() & (text != ""),
             f"{what}: not a bool, compare it, such as cast({what} as double) > 0",
         )
-        self.values[target] = pl.select(pl.when(is_bool).then(is_true)).to_series()
+        self.values[target] = where(is_bool, is_true)
 
-    def join(self, users: pa.Table | None) -> None:
-        """Store the attributes of each row's user.
-
-        Args:
-            users: Rows of the user files, or None.
-        """
-        if users is None:
-            return
-        attributes = pl.DataFrame(users)
-        ids = self.values["user_id"].to_frame("user_id")
-        joined = ids.join(attributes, on="user_id", how="left", maintain_order="left")
-        self.values |= {
-            name: joined[name] for name in attributes.columns if name != "user_id"
-        }
+    def join(self, users: pl.DataFrame | None) -> None:
+        """Store the attributes of each row's user, from the rows of the user files."""
+        if users is not None:
+            ids = self.values["user_id"].to_frame("user_id")
+            joined = ids.join(users, on="user_id", how="left", maintain_order="left")
+            self.values |= {name: joined[name] for name in users.columns[1:]}
 
     def block(
         self,
-        broken: Broken,
-        missing: dict[str, str],
+        frame: ParsedRows,
         file: str,
         piece: FilePart | None,
         schema: pa.Schema,
@@ -389,70 +374,50 @@ class Rows:
         """Return the valid rows as a table, and the rejects.
 
         Args:
-            broken: Lines that could not be parsed.
-            missing: Missing columns, with hints.
+            frame: Frame of the rows, whose broken lines are rejects too.
             file: File, for the rejects.
             piece: Part of the file, or None.
             schema: Schema of the table.
             unset: Values of columns that the log does not have, by default null.
         """
-        start = piece.start if piece else 0
-        rejects = [_broken_rejects(broken, file, start)]
         defaults = {name: pl.lit(value) for name, value in (unset or {}).items()}
         values = {
             f.name: self.values.get(f.name, defaults.get(f.name, pl.lit(None)))
             for f in schema
         }
         table = self.raw.select(ROW).with_columns(**values).select(schema.names)
+        broken = [
+            (row, why, json.dumps({"line": line})) for row, why, line in frame.broken
+        ]
+        columns = {"row": pl.Int64, "reason": pl.String, "source": pl.String}
+        rejects = pl.DataFrame(broken, columns, orient="row")
         if self.reasons:
-            no_reason = pl.lit(None, pl.String)
-            reason = pl.select(pl.coalesce(*self.reasons, no_reason)).to_series()
+            reason = pl.select(pl.coalesce(self.reasons)).to_series()
             is_rejected = reason.is_not_null()
-            if is_rejected.any():
-                rejects.append(self._row_rejects(is_rejected, reason, file, start))
-                table = table.filter(~is_rejected)
+            names = [name for name in self.raw.columns if not name.startswith("__")]
+            source = pl.struct(names).struct.json_encode()
+            rows = self.raw.filter(is_rejected).select(
+                pl.col(ROW).alias("row"),
+                reason.filter(is_rejected).alias("reason"),
+                source.str.slice(0, MAX_QUOTED_CHARS).alias("source"),
+            )
+            rejects = pl.concat([rejects, rows])
+            table = table.filter(~is_rejected)
+        start = pl.lit(piece.start if piece else 0, pl.Int64)
+        rejects = rejects.with_columns(file=pl.lit(file), piece=start)
         return Block(
             table.to_arrow().cast(schema),
-            pa.concat_tables(rejects),
-            len(self.raw) + len(broken),
-            missing,
+            rejects.select(REJECTS.names).to_arrow().cast(REJECTS),
+            len(self.raw) + len(frame.broken),
+            frame.missing,
         )
 
-    def _row_rejects(
-        self, is_rejected: pl.Series, reason: pl.Series, file: str, start: int
-    ) -> pa.Table:
-        """Return the rejected rows in the schema `REJECTS`."""
-        names = [name for name in self.raw.columns if not name.startswith("__")]
-        source = pl.struct(names).struct.json_encode().str.slice(0, MAX_QUOTED_CHARS)
-        rejects = self.raw.filter(is_rejected).select(
-            pl.lit(file).alias("file"),
-            pl.lit(start, pl.Int64).alias("piece"),
-            pl.col(ROW).alias("row"),
-            reason.filter(is_rejected).alias("reason"),
-            source.alias("source"),
-        )
-        return rejects.to_arrow().cast(REJECTS)
 
-
-def _may_be_numbers(values: pl.Series) -> bool:
-    """Return whether the type of values is text, bool, null or numeric."""
-    kind = values.dtype
-    return kind in (pl.String, pl.Boolean, pl.Null) or kind.is_numeric()
-
-
-def _broken_rejects(broken: Broken, file: str, start: int) -> pa.Table:
-    """Return lines that could not be parsed in the schema `REJECTS`."""
-    rejects = [
-        {
-            "file": file,
-            "piece": start,
-            "row": number,
-            "reason": reason,
-            "source": json.dumps({"line": text}),
-        }
-        for number, reason, text in broken
-    ]
-    return pa.Table.from_pylist(rejects, schema=REJECTS)
+def where(
+    mask: pl.Series, values: pl.Series | pl.Expr, others: pl.Series | None = None
+) -> pl.Series:
+    """Return `values` where the mask is true, and elsewhere `others` or null."""
+    return pl.select(pl.when(mask).then(values).otherwise(others)).to_series()
 
 
 def split_rows(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
@@ -521,7 +486,7 @@ def as_text(values: pl.Series) -> pl.Series:
         value: _canonical_text(value) for value in text.filter(~plain).unique()
     }
     nested = text.replace_strict(canonical, default=None, return_dtype=pl.String)
-    return pl.select(pl.when(plain).then(words).otherwise(nested)).to_series()
+    return where(plain, words, nested)
 
 
 def _canonical_text(encoded: str) -> str:

@@ -89,13 +89,6 @@ class Time:
         """Unit or format, for messages."""
         return f"as {self.format}" if self.format else self.unit
 
-    @property
-    def origin(self) -> str:
-        """Column and notation of the time in the raw file, for messages."""
-        if self.column is None:
-            return "position of the row"
-        return f"{self.column}, {self.notation}"
-
 
 def _check_format(time_format: str) -> None:
     """Raise a ValueError if a format is invalid for `strptime` or lacks the date."""
@@ -116,7 +109,7 @@ def _check_format(time_format: str) -> None:
 
 
 def parse_times(
-    values: pl.Series, time: Time, what: str
+    values: pl.Series, time: Time, what: str, *, past: bool = False
 ) -> tuple[pl.Series, pl.Series]:
     """Parse times to milliseconds.
 
@@ -124,6 +117,9 @@ def parse_times(
         values: (n,) values of the log.
         time: Notation of the values.
         what: Name of the column, for messages.
+        past: Whether clock times more than a day ahead of this machine's clock are
+            rejected. A single one would determine the end of the log, and the
+            validation and test windows would contain no other event.
 
     Returns:
         (n,) epoch ms, null for invalid values, and (n,) reasons why a value is
@@ -142,7 +138,7 @@ def parse_times(
     else:
         raise TypeError(f"{what} is {kind}, not times as {time.notation}")
     parsed = parsed.cast(pl.Int64)
-    return parsed, _reject_times(values, parsed, time, what)
+    return parsed, _reject_times(values, parsed, time, what, past)
 
 
 def _parse_typed(values: pl.Series, time: Time) -> pl.Series:
@@ -157,7 +153,7 @@ def _parse_typed(values: pl.Series, time: Time) -> pl.Series:
 
 
 def _reject_times(
-    values: pl.Series, parsed: pl.Series, time: Time, what: str
+    values: pl.Series, parsed: pl.Series, time: Time, what: str, past: bool
 ) -> pl.Series:
     """Return (n,) reasons why times are rejected, null for valid times."""
     if time.format:
@@ -181,37 +177,15 @@ def _reject_times(
         late = f"{what}: after the year 2099, check {key}"
         reason = reason.when(moment < MIN_TIME_MS).then(pl.lit(early))
         reason = reason.when(moment > MAX_TIME_MS).then(pl.lit(late))
+    if time.has_clock_times and past:
+        latest = round(clocks.time() * 1000) + MAX_AHEAD_MS
+        future = (
+            f"{what}: in the future, more than a day after the clock of this machine; "
+            f"check {key} and the clock of the log"
+        )
+        reason = reason.when(moment > latest).then(pl.lit(future))
     frame = pl.DataFrame({"moment": parsed, "missing": missing})
     return frame.select(reason.otherwise(None)).to_series()
-
-
-def reject_future(
-    moments_ms: pl.Series, reasons: pl.Series, time: Time, what: str
-) -> pl.Series:
-    """Reject clock times that are more than a day ahead of this machine's clock.
-
-    A single future event would determine the end of the log, and the validation and
-    test windows would contain no other event.
-
-    Args:
-        moments_ms: (n,) epoch ms.
-        reasons: (n,) reasons why times are rejected, null for valid times.
-        time: Notation of the times.
-        what: Name of the column, for messages.
-
-    Returns:
-        (n,) reasons, including those for future times.
-    """
-    if not time.has_clock_times:
-        return reasons
-    latest = round(clocks.time() * 1000) + MAX_AHEAD_MS
-    key = "time.format" if time.format else "time.unit"
-    future = (
-        f"{what}: in the future, more than a day after the clock of this machine; "
-        f"check {key} and the clock of the log"
-    )
-    late = pl.when(moments_ms > latest).then(pl.lit(future))
-    return pl.select(pl.coalesce(reasons, late)).to_series()
 
 
 def _parse_text(text: pl.Series, time: Time) -> pl.Series:

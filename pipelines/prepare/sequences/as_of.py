@@ -7,8 +7,6 @@ their values from it. Each task has the whole table in memory.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ from core.errors import UserError
 from core.schemas import AsOfFeatures, AsOfInfo
 from core.tables import Part, Table, write_part
 from pipelines.prepare.executor import Shared
-from pipelines.prepare.reading.log import Section
-from pipelines.prepare.reading.rows import RejectCounts, check_missing, common_missing
+from pipelines.prepare.reading.log import AsOf
+from pipelines.prepare.reading.reader import read_section
+from pipelines.prepare.reading.rows import RejectCounts
 from pipelines.prepare.run import Run
 
 PREFIX = "as_of_"
@@ -39,10 +38,10 @@ def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
     }
 
 
-def _make_table(run: Run, name: str, section: Section) -> Table[AsOfInfo]:
+def _make_table(run: Run, name: str, section: AsOf) -> Table[AsOfInfo]:
     """Make the table of one section, unless it is up to date."""
     table = f"{PREFIX}{name}"
-    files = section.list_files(run.input, "feature")
+    files = section.list_files(run.input)
     settings = {"as_of": run.source.config["as_of"][name]}
     stamps = run.stamps(files)
     if finished := run.tables.find_finished(AsOfInfo, settings, {}, stamps, table):
@@ -80,29 +79,17 @@ class WrittenTable:
 
 
 def _write_table(
-    section: Section, input_uri: str, files: list[str], uri: str
+    section: AsOf, input_uri: str, files: list[str], uri: str
 ) -> WrittenTable:
     """Read the files of a section, and write their rows sorted by id and time."""
-    rejected = RejectCounts()
-    hashes: dict[str, str] = {}
-    missing = []
-    blocks = [section.schema.empty_table()]
-    for file in files:
-        digest = hashlib.sha256()
-        for block in section.read(input_uri, file, digest):
-            rejected.add(RejectCounts.from_block(block))
-            blocks.append(block.rows)
-            missing.append(block.missing)
-        hashes[file] = digest.hexdigest()
-    check_missing(common_missing(missing), "feature", input_uri)
-    rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(blocks)))
+    read = read_section(section, input_uri, files)
     keys = [section.key, "timestamp_ms"]
-    rows = rows.sort(keys, maintain_order=True)
+    rows = read.rows.sort(keys, maintain_order=True)
     last = rows.unique(keys, keep="last", maintain_order=True)
     part = None
     if last.height:
         part = write_part(uri, last.to_arrow().cast(section.schema))
-    return WrittenTable(part, rejected, rows.height - last.height, hashes)
+    return WrittenTable(part, read.rejected, rows.height - last.height, read.hashes)
 
 
 @dataclass(frozen=True)
@@ -209,7 +196,12 @@ def report_missing(
             )
 
 
-def as_of_schema(sections: Sequence[Section]) -> pa.Schema:
+def as_of_schema(sections: Sequence[AsOf]) -> pa.Schema:
     """Return the schema of the features of all sections."""
-    features = (section.features for section in sections)
-    return pa.schema(list(itertools.chain.from_iterable(features)))
+    return pa.schema(
+        [
+            section.schema.field(name)
+            for section in sections
+            for name in section.features
+        ]
+    )

@@ -95,7 +95,7 @@ def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
         if name.startswith((NUMBER, CATEGORY)):
             groups[name] = EVENT_GROUP
     for table, section in source.as_of.items():
-        groups |= dict.fromkeys(section.features.names, table)
+        groups |= dict.fromkeys(section.features, table)
     if item_features:
         columns = item_columns(source, item_features).names
         groups |= dict.fromkeys(columns, ITEM_GROUP)

@@ -6,6 +6,7 @@ them before Ray starts, and prints them with `--dry-run`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,11 @@ import polars.selectors as cs
 
 from core.errors import UserError, pluralize
 from pipelines.prepare.reading.log import Log
+from pipelines.prepare.reading.reader import (
+    read_events,
+    read_section_file,
+    read_users,
+)
 from pipelines.prepare.reading.rows import RejectCounts, check_missing
 
 MAX_REJECT_SHARE = 0.5
@@ -47,14 +53,12 @@ def preview(
         max_rejects: Maximum share of rejected rows; MAX_REJECT_SHARE is always allowed.
         items: Whether to read the item files.
     """
-    users = log.read_users(input_uri, {}, first_file_only=True)
-    event_files = log.event_files(input_uri)
-    user_rows = users.rows if users else None
-    read_events = partial(log.read_events, input_uri, users=user_rows)
-    sections: list[Any] = [("events", event_files, read_events, log.origins)]
-    if items and log.items and (item_files := log.item_files(input_uri)):
-        read_items = partial(log.items.read, input_uri)
-        sections.append(("items", item_files, read_items, log.items.origins))
+    users = read_users(log, input_uri, log.user_files(input_uri)[:1])
+    read = partial(read_events, log, input_uri, users=users and users.rows)
+    sections: list[Any] = [("events", log.event_files(input_uri), read, log.columns)]
+    if items and log.items and (files := log.item_files(input_uri)):
+        read_items = partial(read_section_file, log.items, input_uri)
+        sections.append(("items", files, read_items, log.items.columns))
     previews = []
     for kind, files, read, origins in sections:
         blocks = (block for file in files for block in read(file))
@@ -63,10 +67,11 @@ def preview(
             raise UserError(f"{input_uri} has no rows of {kind}")
         if block.missing and next(blocks, None) is None:
             check_missing(block.missing, kind.removesuffix("s"), input_uri)
-        rows = pl.DataFrame(block.rows)
+        absent = [*log.absent_columns, "log_row"]
+        rows = pl.DataFrame(block.rows).drop(absent, strict=False)
         if log.has_clock_times:
             clocks = cs.matches("^(timestamp_ms|known_.*)$")
-            rows = rows.with_columns(clocks.cast(pl.Datetime("ms")))
+            rows = rows.cast({clocks: pl.Datetime("ms")})
         rejected = RejectCounts.from_block(block)
         rejected.check(max_rejects, f" of the first {kind}", MAX_REJECT_SHARE)
         previews.append(Preview(kind, rows, origins, rejected, block.missing))
@@ -83,18 +88,17 @@ def warnings(previews: list[Preview]) -> list[str]:
     ]
 
 
-def lines(previews: list[Preview]) -> list[str]:
-    """Return the lines that `--dry-run` prints."""
-    result: list[str] = []
+def lines(previews: list[Preview]) -> Iterator[str]:
+    """Yield the lines that `--dry-run` prints."""
     for preview in previews:
         rejected = preview.rejected
-        rows = pluralize(rejected.rows_read, "row")
-        counts = f"the first {rows}, {rejected.rejects:,} rejected"
-        result.append(f"{preview.kind}: {counts}")
-        result += [f"  rejected: {line}" for line in rejected.lines()]
-        for name, origin in preview.origins.items():
-            if name in preview.rows.columns:
-                values = preview.rows[name].drop_nulls().unique(maintain_order=True)
-                texts = [str(value)[:40] for value in values.head(3).to_list()]
-                result.append(f"  {name:<16} {origin:<20} {' | '.join(texts)}")
-    return result + warnings(previews)
+        rows = f"{pluralize(rejected.rows_read, 'row')}, {rejected.rejects:,} rejected"
+        yield f"{preview.kind}: the first {rows}"
+        for line in rejected.lines():
+            yield f"  rejected: {line}"
+        for values in preview.rows:
+            distinct = values.drop_nulls().unique(maintain_order=True)
+            texts = [str(value)[:40] for value in distinct.head(3)]
+            origin = preview.origins.get(values.name, "")
+            yield f"  {values.name:<16} {origin:<20} {' | '.join(texts)}"
+    yield from warnings(previews)
