@@ -84,19 +84,10 @@ def make_tables(options: PrepareOptions) -> dict[str, Any]:
     from pipelines.prepare.kinds.registry import KINDS
     from pipelines.prepare.prepare import Existing, prepare
     from pipelines.prepare.reading.log import load_source
-    from pipelines.prepare.kinds.resolve import resolve_config
-    from pipelines.prepare.suggest.preview import preview, warnings
 
     start_s = time.perf_counter()
     source, settings = load_source(options.source)[0], options.settings
     print(f"reading {options.input}", flush=True)
-    # Reports invalid settings before Ray starts.
-    resolve_config(source, options.input, settings)
-    has_items = settings.catalogue is None
-    for line in warnings(
-        preview(source, options.input, settings.max_rejects, has_items)
-    ):
-        print(line)
     existing: Existing = "continue"
     if options.overwrite:
         existing = "overwrite"

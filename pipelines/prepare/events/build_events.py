@@ -50,6 +50,9 @@ BYTES_PER_PARTITION = 32 << 20
 EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}
 """Estimated bytes of text per byte of a file, by the suffix of the file."""
 
+MAX_REJECT_SHARE = 0.5
+"""Share of rejected rows above which the mapping is considered wrong at once."""
+
 DUPLICATES_WORD = {"drop": "dropped", "keep": "kept"}
 
 LoadStats = Callable[[], EventStats]
@@ -197,14 +200,16 @@ def _read_files(
         if section := read_users(run.source, run.input, user_files):
             run.check_rejects(section.rejected, " of the user files")
             users, inputs = section.rows, inputs | section.hashes
-        read = exchange_events(run, files, partitions, users, earlier)
+        written, summaries, stats = exchange_events(
+            run, files, partitions, users, earlier
+        )
         rejected = RejectCounts()
         for file in files:
-            summaries = [s for s in read.summaries if s.file == file]
-            inputs[file] = _combine_digests([s.digest for s in summaries])
-        for summary in read.summaries:
+            digests = [s.digest for s in summaries if s.file == file]
+            inputs[file] = _combine_digests(digests)
+        for summary in summaries:
             rejected.add(summary.rejected)
-        missing = common_missing(s.missing for s in read.summaries if s.blocks)
+        missing = common_missing(s.missing for s in summaries if s.blocks)
         if not earlier:
             check_missing(missing, "event", run.input)
         for name, hint in missing.items():
@@ -215,10 +220,10 @@ def _read_files(
         if not rejected.rows_read and not earlier:
             raise UserError(f"{run.input} has no rows in {', '.join(files[:3])}")
         run.check_rejects(rejected)
-        if not read.partitions:
+        if not written:
             raise UserError(f"{run.input} has no valid event")
         matched, duplicates = Match(), 0
-        for _, partition in read.partitions:
+        for _, partition in written:
             matched.add(partition.matched)
             duplicates += partition.duplicates
         if users is not None and matched_share(matched) < WARN_BELOW:
@@ -230,24 +235,24 @@ def _read_files(
             reasons = Counter(earlier.info.reject_reasons) + reasons
         info = EventsInfo(
             log=run.source.info,
-            parts=[partition for _, partition in read.partitions],
+            parts=[partition for _, partition in written],
             ties=run.config.ties,
             rows_read=rows_read,
             rejects=reasons.total(),
             reject_reasons=dict(sorted(reasons.items())),
             duplicates=0 if keep else duplicates,
             duplicates_kept=duplicates if keep else None,
-            users=read.stats.users,
-            first_ms=read.stats.first_ms,
-            last_ms=read.stats.last_ms,
-            grain_ms=read.stats.grain_ms,
+            users=stats.users,
+            first_ms=stats.first_ms,
+            last_ms=stats.last_ms,
+            grain_ms=stats.grain_ms,
             stamps=stamps,
             user_files=user_files,
         )
         events = run.tables.commit(
             "events",
             run.source.schema,
-            [part for part, _ in read.partitions],
+            [part for part, _ in written],
             settings,
             inputs,
             info,
@@ -262,7 +267,7 @@ def _read_files(
                 # committed events has left rejects of files that events do not contain.
                 old_rejects = old_rejects[: rejects.info.old_files]
         parts = list(old_rejects)
-        for summary in read.summaries:
+        for summary in summaries:
             parts += summary.reject_parts
         rejects_info = RejectsInfo(stamps, len(old_rejects))
         run.tables.commit("rejects", REJECTS, parts, settings, inputs, rejects_info)
@@ -274,7 +279,7 @@ def _read_files(
         f"{pluralize(info.rejects, 'reject')}) in "
         f"{time.perf_counter() - begin:.1f} s"
     )
-    return events, read.stats
+    return events, stats
 
 
 # The rows: read by file, shuffled by user, written by partition.
@@ -331,17 +336,6 @@ class WrittenPartition:
     """Statistics of the behaviours."""
 
 
-@dataclass(frozen=True)
-class WrittenEvents:
-    """Written parts of events and rejects, not yet committed."""
-
-    partitions: list[tuple[Part, PartitionInfo]]
-    """Partitions with events, in the order of their first users."""
-    summaries: list[PieceSummary]
-    """Summaries of the reads, in the order of the log."""
-    stats: EventStats
-
-
 def read_piece(
     pieces: list[tuple[str, FilePart | None]],
     source: Log,
@@ -349,6 +343,7 @@ def read_piece(
     rejects_uri: str,
     schema: pa.Schema,
     partitions: int,
+    max_rejects: float,
     users: Shared,
     piece_index: int,
 ) -> Iterator[pa.Table | ReadSummary]:
@@ -363,6 +358,7 @@ def read_piece(
         rejects_uri: Folder of the table `rejects`.
         schema: Schema of the rows, from `shuffle_schema`.
         partitions: Number of partitions.
+        max_rejects: Maximum share of rejected rows.
         users: Rows of the user files, or None.
         piece_index: Index of the piece to read.
     """
@@ -377,6 +373,8 @@ def read_piece(
     )
     for block in blocks:
         rejected.add(RejectCounts.from_block(block))
+        if not piece_index and not num_events:  # the mapping is wrong: stop early
+            rejected.check(max(max_rejects, MAX_REJECT_SHARE), " of the first events")
         if block.rejects.num_rows:
             reject_parts.append(write_part(rejects_uri, block.rejects))
         missing.append(block.missing)
@@ -471,7 +469,7 @@ def exchange_events(
     partitions: int,
     users: pl.DataFrame | None,
     earlier: Table[EventsInfo] | None,
-) -> WrittenEvents:
+) -> tuple[list[tuple[Part, PartitionInfo]], list[PieceSummary], EventStats]:
     """Read raw files and write parts of events and rejects, without committing them.
 
     Args:
@@ -481,6 +479,10 @@ def exchange_events(
         users: Rows of the user files, or None.
         earlier: Table of the events that the files are appended to, or None.
             Partitions without new rows keep their part.
+
+    Returns:
+        The partitions with events, in the order of their first users, the summaries of
+        all pieces, in the order of the log, and the statistics of the events.
 
     Raises:
         RuntimeError: If the shuffle did not return each event exactly once.
@@ -508,6 +510,7 @@ def exchange_events(
             run.tables.table_uri("rejects"),
             shuffle_schema(source, run.config.ties == "log_order"),
             partitions,
+            run.config.max_rejects,
             shared_users,
         ),
         len(pieces),
@@ -550,4 +553,4 @@ def exchange_events(
             f"nothing was committed"
         )
     uris = sorted(join(events_uri, part.path) for part, _ in written)
-    return WrittenEvents(written, ordered, replace(stats, parts=uris))
+    return written, ordered, replace(stats, parts=uris)

@@ -106,14 +106,10 @@ def encode_ids(ids: pa.DictionaryArray, vocabulary: Vocabulary) -> np.ndarray:
     return np.append(index, np.int32(-1))[code].astype(np.int32)
 
 
-def id_hashes(ids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Return (n,) uint64 hashes of ids that are the same in every process."""
-    return pl.Series(pl.from_arrow(ids)).hash(seed=0).to_numpy()
-
-
 def user_keys(users: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """Return (n,) 63-bit hashes of user ids as int64, the same in every process."""
-    return (id_hashes(users) >> np.uint64(1)).astype(np.int64)
+    hashes = pl.Series(pl.from_arrow(users)).hash(seed=0).to_numpy()
+    return (hashes >> np.uint64(1)).astype(np.int64)
 
 
 def sorted_unique(values: np.ndarray) -> np.ndarray:

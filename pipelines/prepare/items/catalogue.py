@@ -19,8 +19,7 @@ from core.tables import Table, write_part
 from pipelines.prepare.events.build_events import LoadStats
 from pipelines.prepare.events.matching import check_matched
 from pipelines.prepare.items.k_core import core_items
-from pipelines.prepare.reading.reader import SectionRows, read_section
-from pipelines.prepare.reading.rows import RejectCounts
+from pipelines.prepare.reading.reader import read_section
 from pipelines.prepare.run import Run
 
 ITEMS_PER_PART = 1_000_000
@@ -64,13 +63,11 @@ def make_items(
             f"{run.input} has no file {missing[0]}, from which the items were made",
             "settings",
         )
-    section = SectionRows(
-        pl.DataFrame(items_schema().empty_table()), RejectCounts(), {}
-    )
+    metadata, hashes = pl.DataFrame(schema={"item_id": pl.String}), dict[str, str]()
     if source.items:
         section = read_section(source.items, run.input, files)
         run.check_rejects(section.rejected, " of the item files")
-    metadata = section.rows
+        metadata, hashes = section.rows, section.hashes
     keeps_all = source.items is not None and source.items.keep == "all"
     described = metadata["item_id"] if keeps_all else None
     in_core, core_rounds = core_items(
@@ -120,7 +117,7 @@ def make_items(
             schema,
             parts,
             settings,
-            {**inputs, **section.hashes},
+            {**inputs, **hashes},
             info,
             core_s=core_end - begin,
             write_s=time.perf_counter() - core_end,

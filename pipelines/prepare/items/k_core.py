@@ -10,7 +10,6 @@ import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError
-from core.ragged import run_starts
 from pipelines.prepare.events.columns import (
     Vocabulary,
     bool_column,
@@ -65,10 +64,9 @@ def core_items(
     while True:
         counts = np.zeros(len(is_in_core), dtype=np.int64)
         calls = [(core, part) for part in parts]
-        for _, table in executor.map_unordered(
-            _count_items, calls, (executor.put(is_in_core),)
-        ):
-            counts[table["item"].to_numpy()] += table["count"].to_numpy()
+        shared = (executor.put(is_in_core),)
+        for _, part in executor.map_unordered(_count_items, calls, shared):
+            counts[part["item"].to_numpy()] += part["count"].to_numpy()
         rounds += 1
         is_still_in_core = (counts >= core) | is_always_kept
         if not counts[is_still_in_core].any():
@@ -102,15 +100,8 @@ def _read_pairs(
     return pa.table({"user": pa.array(user, pa.int32()), "item": item})
 
 
-def _count_items(is_in_core: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
+def _count_items(is_in_core: np.ndarray, core: int, pairs: pa.Table) -> pl.DataFrame:
     """Count the behaviours per item of a part, without users below the core."""
-    user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
-    is_counted = is_in_core[item]
-    if len(item):
-        starts = run_starts(user)
-        lengths = np.diff(np.append(starts, len(item)))
-        behaviours_per_user = np.add.reduceat(is_counted, starts, dtype=np.int64)
-        is_counted &= np.repeat(behaviours_per_user >= core, lengths)
-    per_item = pl.DataFrame({"item": item[is_counted]}).group_by("item").len("count")
-    schema = pa.schema([("item", pa.int32()), ("count", pa.int64())])
-    return per_item.to_arrow().cast(schema)
+    counted = pl.DataFrame(pairs.filter(pa.array(is_in_core[pairs["item"]])))
+    counted = counted.filter(pl.len().over("user") >= core)
+    return counted.group_by("item").len("count")

@@ -103,27 +103,20 @@ class RejectCounts:
         for reason, rows in self.reasons.most_common():
             yield f"{pluralize(rows, 'row')}, {reason}; such as {self.examples[reason]}"
 
-    def check(
-        self, max_rejects: float, rows: str = "", always_allowed: float = 0.0
-    ) -> None:
+    def check(self, max_rejects: float, rows: str = "") -> None:
         """Raise a UserError if too many rows are rejected.
 
         Args:
             max_rejects: Maximum share of rejected rows.
             rows: Description of the rows that follows the word "rows" in the message.
-            always_allowed: Share of rejected rows that is allowed if `max_rejects` is
-                lower.
         """
-        if self.rejects > max(max_rejects, always_allowed) * self.rows_read:
+        if self.rejects > max_rejects * self.rows_read:
             [(reason, _)] = self.reasons.most_common(1)
-            example = ""
-            if reason in self.examples:
-                example = f", such as {self.examples[reason]}"
             share = self.rejects / self.rows_read
             raise UserError(
                 f"{self.rejects:,} of {self.rows_read:,} rows{rows} ({share:.2%}) "
                 f"break the schema, over the limit max_rejects {max_rejects:.2%}; most "
-                f"often {reason}{example}"
+                f"often {reason}, such as {self.examples[reason]}"
             )
 
 

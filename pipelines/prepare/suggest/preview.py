@@ -1,7 +1,7 @@
 """Preview the first rows of a raw log, to find mistakes of a mapping within seconds.
 
-The rows are read by the code that reads the whole log. `python -m jobs.prepare` reads
-them before Ray starts, and prints them with `--dry-run`.
+The rows are read by the code that reads the whole log, and `python -m jobs.prepare`
+prints them with `--dry-run`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from pipelines.prepare.reading.reader import (
 )
 from pipelines.prepare.reading.rows import RejectCounts, check_missing
 
-MAX_REJECT_SHARE = 0.5
-"""Share of rejected rows above which the mapping is considered wrong."""
-
 
 @dataclass(frozen=True)
 class Preview:
@@ -42,15 +39,12 @@ class Preview:
     """Columns that no row had, each with a hint at a similar name."""
 
 
-def preview(
-    log: Log, input_uri: str, max_rejects: float, items: bool = True
-) -> list[Preview]:
+def preview(log: Log, input_uri: str, *, items: bool) -> list[Preview]:
     """Read the first rows of events and items.
 
     Args:
         log: Log to read.
         input_uri: Input folder.
-        max_rejects: Maximum share of rejected rows; MAX_REJECT_SHARE is always allowed.
         items: Whether to read the item files.
     """
     users = read_users(log, input_uri, log.user_files(input_uri)[:1])
@@ -73,19 +67,8 @@ def preview(
             clocks = cs.matches("^(timestamp_ms|known_.*)$")
             rows = rows.cast({clocks: pl.Datetime("ms")})
         rejected = RejectCounts.from_block(block)
-        rejected.check(max_rejects, f" of the first {kind}", MAX_REJECT_SHARE)
         previews.append(Preview(kind, rows, origins, rejected, block.missing))
     return previews
-
-
-def warnings(previews: list[Preview]) -> list[str]:
-    """Return a warning per column that no previewed row had."""
-    return [
-        f"warning: none of the first {pluralize(preview.rejected.rows_read, 'row')} of "
-        f"the {preview.kind} has '{name}'; {hint}"
-        for preview in previews
-        for name, hint in preview.missing.items()
-    ]
 
 
 def lines(previews: list[Preview]) -> Iterator[str]:
@@ -101,4 +84,5 @@ def lines(previews: list[Preview]) -> Iterator[str]:
             texts = [str(value)[:40] for value in distinct.head(3)]
             origin = preview.origins.get(values.name, "")
             yield f"  {values.name:<16} {origin:<20} {' | '.join(texts)}"
-    yield from warnings(previews)
+        for name, hint in preview.missing.items():
+            yield f"warning: none of the {preview.kind} has '{name}'; {hint}"
