@@ -64,8 +64,8 @@ def core_items(
     while True:
         counts = np.zeros(len(is_in_core), dtype=np.int64)
         calls = [(core, part) for part in parts]
-        shared = (executor.put(is_in_core),)
-        for _, part in executor.map_unordered(_count_items, calls, shared):
+        mask = (executor.put(is_in_core),)
+        for _, part in executor.map_unordered(_count_items, calls, mask):
             counts[part["item"].to_numpy()] += part["count"].to_numpy()
         rounds += 1
         is_still_in_core = (counts >= core) | is_always_kept

@@ -48,7 +48,8 @@ def preview(log: Log, input_uri: str, *, items: bool) -> list[Preview]:
         items: Whether to read the item files.
     """
     users = read_users(log, input_uri, log.user_files(input_uri)[:1])
-    read = partial(read_events, log, input_uri, users=users and users.rows)
+    user_rows = users.rows if users else None
+    read = partial(read_events, log, input_uri, users=user_rows)
     sections: list[Any] = [("events", log.event_files(input_uri), read, log.columns)]
     if items and log.items and (files := log.item_files(input_uri)):
         read_items = partial(read_section_file, log.items, input_uri)
