@@ -147,18 +147,6 @@ def test_csv_is_read_as_python_reads_it(
     assert not broken
 
 
-@pytest.mark.parametrize("other", ["b,2,c", 'b,2,"c\nd"'])
-def test_a_ragged_row_is_reported_with_its_escaped_quotes(
-    tmp_path: Path, other: str
-) -> None:
-    ragged = 'a,1,"say \\"hi\\"",x'
-    path = tmp_path / "log.csv"
-    path.write_text(f"u,t,n\n{ragged}\n{other}\n")
-    rows, broken = read_all(path, Files(escape="\\"), ["u", "t", "n"])
-    assert len(rows) == 1
-    assert broken == [(0, "row: 4 columns, not 3", ragged)]
-
-
 # Values without a quote that looks like the end of another quoted value.
 ONE_LINE = st.text("\"'ab0 ü🙂", max_size=6) | st.just("a, b")
 # A value with line breaks may have no delimiter or quote if a file is read in pieces.
