@@ -46,7 +46,6 @@ def measure_examples(
     limit: int = 0,
     options: dict[str, Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    measure: Callable[..., Sums] | None = None,
 ) -> Measurement:
     """Measure a model on this worker's examples.
 
@@ -62,23 +61,20 @@ def measure_examples(
         options: Keyword arguments of the model's `measure`.
         should_stop: Called before every batch; the measurement stops if it returns
             true.
-        measure: Function `measure(batch, **options)` that returns the sums of a batch;
-            None for the method of the model.
 
     Raises:
         ValidationStopped: If `should_stop` returns true.
     """
-    measure = measure or model.measure
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    for rows in examples.cut_batches(examples.evaluation_rows(limit), batch_size):
+    for rows in examples.evaluation_batches(batch_size, limit):
         if should_stop():
             raise ValidationStopped
         batch = examples.collate(rows).to(device)
         start = time.perf_counter()
         with torch.no_grad():
-            batch_sums = measure(batch, **(options or {}))
+            batch_sums = model.measure(batch, **(options or {}))
         for name, value in batch_sums.items():
             if not isinstance(value, (Histogram, PerUserValues)):
                 value = torch.as_tensor(value, dtype=torch.float64)

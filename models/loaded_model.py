@@ -1,7 +1,7 @@
-"""A model loaded from a checkpoint, with its catalogue and examples.
+"""A model loaded from a checkpoint, with its catalogue.
 
 loaded = LoadedModel.load("runs/tiger/best", Inputs(tables, sids), device="cuda")
-examples = loaded.load_examples("test")
+examples = loaded.model.load_examples(loaded.catalogue, "test")
 """
 
 from __future__ import annotations
@@ -44,42 +44,14 @@ class LoadedModel:
             device: Device of the model.
         """
         metadata = checkpoint.read(uri)
-        catalogue = load_catalogue(metadata.name, inputs, metadata)
+        catalogue = load_catalogue(
+            metadata.name, inputs, metadata.learned.get("scales")
+        )
         trained = replace(
             catalogue, versions=replace_sequences_version(catalogue.versions, metadata)
         )
         model, _ = load_model(uri, trained)
         return cls(metadata, model.to(device), catalogue)
-
-    def load_examples(
-        self,
-        split: str,
-        *,
-        max_history: int | None = None,
-        rank: int = 0,
-        world: int = 1,
-    ) -> Any:
-        """Load the examples of one split.
-
-        Args:
-            split: Name of the split.
-            max_history: Maximum number of behaviours of a history; None for the value
-                in the model's config.
-            rank: Rank of this worker, which evaluates its share of the users.
-            world: Number of workers.
-        """
-        config, dataset_class = self.model.config, self.model.dataset_class
-        if max_history is None:
-            max_history = config.max_history
-        return dataset_class.load(
-            self.catalogue.versions["sequences"],
-            split,
-            unit=self.model.eval_unit,
-            max_history=max_history,
-            rank=rank,
-            world=world,
-            **dataset_class.dataset_options(config, self.catalogue),
-        )
 
 
 def replace_sequences_version(
@@ -112,20 +84,19 @@ def check_kind(name: str, versions: Mapping[str, Table[Any]]) -> None:
 
 
 def load_catalogue(
-    name: str, inputs: Inputs, metadata: Checkpoint | None = None
+    name: str, inputs: Inputs, scales: Mapping[str, Any] | None = None
 ) -> Any:
     """Load the catalogue of a model.
 
     Args:
         name: Name of the model.
         inputs: Folders of the tables.
-        metadata: Checkpoint whose scales features are read with; None to use the scales
-            of the tables.
+        scales: Scales of a checkpoint with which features are read; None to use the
+            scales of the tables.
     """
-    scales = metadata.learned.get("scales") if metadata else None
     model_class = registry.find(name)
     inputs = inputs.select(name, model_class.extra_inputs)
-    catalogue = model_class.load_catalogue(inputs, scales=scales)
+    catalogue = model_class.catalogue_class.load(inputs, scales)
     check_kind(name, catalogue.versions)
     return catalogue
 
@@ -134,7 +105,7 @@ def read_versions(name: str, inputs: Inputs) -> dict[str, Table[Any]]:
     """Open the tables of the model `name`."""
     model_class = registry.find(name)
     inputs = inputs.select(name, model_class.extra_inputs)
-    versions = inputs.versions(model_class.catalogue_tables)
+    versions = inputs.versions(model_class.catalogue_class.tables)
     check_kind(name, versions)
     return versions
 

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from core.schemas import Inputs
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import RequestDataset
 from models.requests import Requests
@@ -51,8 +50,10 @@ class Model(nn.Module):
     """Dataset for training and evaluation."""
     requests_class: ClassVar[type[Requests]]
     """Parser of the requests to a served model."""
-    catalogue_tables: ClassVar[Mapping[str, Sequence[str]]]
-    """Tables from which a catalogue is loaded, by folder of `Inputs`."""
+    catalogue_class: ClassVar[Any]
+    """Catalogue on which models are built. `load(inputs, scales, manifest_only)` loads
+    it from its `tables`; `scales` of a checkpoint replace those of the tables; with
+    `manifest_only`, as in a served model, `sequences` has only a manifest."""
     extra_inputs: ClassVar[Mapping[str, bool]] = {}
     """Folders of `Inputs` that the model reads in addition to the tables, and whether
     each is required."""
@@ -88,9 +89,6 @@ class Model(nn.Module):
     """Dataclass of the options of `recommend`; an option that is not set is None."""
     requirements: ClassVar[tuple[str, ...]] = ()
     """Python packages that only this model needs for serving."""
-    logs_every_run: ClassVar[bool] = False
-    """Whether each training logs the model to MLflow; if not, the model is logged when
-    it is registered."""
 
     config: Any
     """Options of the model."""
@@ -128,25 +126,6 @@ class Model(nn.Module):
         return config
 
     @classmethod
-    def load_catalogue(
-        cls,
-        inputs: Inputs,
-        *,
-        scales: Mapping[str, Any] | None = None,
-        manifest_only: bool = False,
-    ) -> Any:
-        """Load the catalogue that models are built on.
-
-        Args:
-            inputs: Folders of the tables.
-            scales: Scales of a checkpoint, which replace the scales of the tables
-                (`models/warm_start.py`).
-            manifest_only: Whether the table `sequences` has only a manifest. This is
-                the case for a served model, whose checkpoint has the means of features.
-        """
-        raise NotImplementedError
-
-    @classmethod
     def recommend_options(cls) -> list[str]:
         """Return the names of the options of `recommend`."""
         return [f.name for f in fields(cls.options_class)] if cls.options_class else []
@@ -168,6 +147,37 @@ class Model(nn.Module):
             info: Info of `sequences`, a subclass of `SequencesInfo`.
         """
         return cls.requests_class.list_names(info)
+
+    def dataset_options(self, catalogue: Any) -> Any:
+        """Return the options of the kind's dataset, None for a kind without options."""
+        return None
+
+    def load_examples(
+        self,
+        catalogue: Any,
+        split: str,
+        unit: str = "",
+        max_history: int = 0,
+        **share: Any,
+    ) -> Any:
+        """Load the examples of a split.
+
+        Args:
+            catalogue: Catalogue of the tables.
+            split: Name of the split.
+            unit: Unit of an example; by default the unit of evaluation.
+            max_history: Maximum number of behaviours of a history; by default the value
+                in the config.
+            share: This worker's `rank` and `world`, and the selection `new`.
+        """
+        return self.dataset_class.load(
+            catalogue.versions["sequences"],
+            split,
+            unit or self.eval_unit,
+            max_history or self.config.max_history,
+            self.dataset_options(catalogue),
+            **share,
+        )
 
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, RequestDataset]

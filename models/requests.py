@@ -13,6 +13,7 @@ tables.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -127,24 +128,21 @@ class CandidateRequest(ServedRequest):
     def custom_columns(
         self,
         features: CustomFeatures,
-        prefix: str,
-        index: Sequence[int],
+        prefix: str = "",
         defaults: Mapping[str, list[Any]] | None = None,
     ) -> dict[str, list[Any]]:
-        """Return the custom features of some candidates or behaviours, by column.
+        """Return the custom features of all candidates or behaviours, by column.
 
         Args:
             features: Custom features of the log.
             prefix: "history_" for behaviours.
-            index: Indices of the candidates or behaviours.
             defaults: Values of columns that the request leaves out.
         """
-        missing: list[Any] = [None] * len(index)
+        missing: list[Any] = [None] * len(self.history if prefix else self.candidates)
         columns = {**dict.fromkeys(features.names, missing), **(defaults or {})}
         for kind in list_custom_names(features):
-            given = getattr(self, prefix + kind) or {}
-            for name, values in given.items():
-                columns[KINDS[kind] + name] = [values[i] for i in index]
+            for name, values in (getattr(self, prefix + kind) or {}).items():
+                columns[KINDS[kind] + name] = values
         return columns
 
 
@@ -218,23 +216,23 @@ class Requests:
         return [i for i, item in enumerate(request.candidates) if item in self.index]
 
     def collate_rows(
-        self, rows: list[dict[str, Any]], max_history: int, **options: Any
+        self, rows: list[dict[str, Any]], max_history: int, **changes: Any
     ) -> Any:
         """Return the batch of rows of `sequences`.
 
         Args:
             rows: The rows, one per request.
             max_history: Maximum number of behaviours of a request.
-            options: Options of the dataset that differ from those of the training.
+            changes: Options of the dataset that differ from those of the training.
         """
         dataset_class = self.model.dataset_class
-        trained = dataset_class.dataset_options(self.model.config, self.catalogue)
+        options = self.model.dataset_options(self.catalogue)
         dataset = dataset_class(
             dataset_class.decode(pa.Table.from_pylist(rows, self.schema), self.info),
             self.split,
             self.model.eval_unit,
             max_history,
-            **{**trained, **options},
+            replace(options, **changes) if changes else options,
         )
         return dataset.collate(np.arange(len(rows)))
 

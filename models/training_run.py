@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -81,7 +81,7 @@ class TrainingRun:
         """Load the tables and build the model.
 
         Args:
-            config: Config of the model, from `Model.resolve_config`.
+            config: Config of the model.
             fit: Options of the training loop.
             inputs: Folders that the model reads.
             device: Device of the model.
@@ -92,19 +92,35 @@ class TrainingRun:
             init: URI of a checkpoint from whose weights a new run starts.
         """
         model_class = registry.find(config.name)
-        initial = None if last or not init else checkpoint.read(init)
-        scales, scale_messages = choose_scales(last, initial, inputs)
-        catalogue = model_class.load_catalogue(inputs, scales=scales)
         if not model_class.trains_by_gradient:  # fitted in one pass, by one worker
             rank, world = 0, 1
-        since = last.learned.get("since", 0) if last else trained_until(initial, fit)
+        initial = None if last or not init else checkpoint.read(init)
+        scales: dict[str, Any] | None = None
+        scale_messages: list[str] = []
+        since = 0  # time in ms from which all training examples are used
+        if last:
+            scales, since = last.learned.get("scales"), last.learned.get("since", 0)
+        elif initial:
+            if "scales" in initial.learned:
+                info = open_table(inputs.sequences, SequencesInfo).info
+                scales, scale_messages = adopt_scales(
+                    initial.learned["scales"], info.custom
+                )
+            if fit.replay_fraction < 1:
+                since = initial.learned.get("until") or 0
+        catalogue = load_catalogue(config.name, inputs, scales)
+        if initial and init:
+            check_init(initial, init, catalogue.versions, model_class, fit)
+        config = model_class.resolve_config(config, catalogue)
         new = NewExamples(since, fit.replay_fraction, fit.seed)
-        train, val = load_datasets(model_class, config, catalogue, new, rank, world)
+        torch.manual_seed(fit.seed)
+        module = model_class(config, catalogue).to(device)
+        load = partial(module.load_examples, catalogue, rank=rank, world=world)
+        train = load("train", unit=model_class.example_unit, new=new)
         if not len(train):
             newer = f" newer than the training of {init or 'this run'}" if since else ""
             raise UserError(f"{inputs.sequences} has no train request{newer}")
-        torch.manual_seed(fit.seed)
-        module = model_class(config, catalogue).to(device)
+        val = load("val")
         messages = []
         if initial and init:
             changes = load_extended_weights(
@@ -192,24 +208,19 @@ class TrainingRun:
         Args:
             fields: Fields of the checkpoint that change during a run, such as `step`.
         """
+        new_examples = self.train.new_examples
         return Checkpoint(
             model=self.model.config_to_dict(self.config),
             fit=vars(self.fit).copy(),
             hashes=dict(self.catalogue.hashes),
-            learned=self.learned,
+            learned={
+                "scales": self.catalogue.scales(),
+                "names": collect_row_names(self.model),
+                "until": self.until,
+                "since": new_examples.since if new_examples else 0,
+            },
             **fields,
         )
-
-    @cached_property
-    def learned(self) -> dict[str, Any]:
-        """Values other than weights that are learned from the tables (`Checkpoint`)."""
-        new_examples = self.train.new_examples
-        return {
-            "scales": self.catalogue.scales(),
-            "names": collect_row_names(self.model),
-            "until": self.until,
-            "since": new_examples.since if new_examples else 0,
-        }
 
     def resume(self, folder: str, metadata: Checkpoint) -> dict[str, Any] | None:
         """Load the weights of a checkpoint of the run in `folder`.
@@ -229,52 +240,6 @@ class TrainingRun:
         if has_ended and metadata.epoch < self.fit.max_epochs:
             state["position"]["stopped"] = False
         return state
-
-
-def choose_scales(
-    last: Checkpoint | None, initial: Checkpoint | None, inputs: Inputs
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Choose the scales with which features are read.
-
-    Args:
-        last: Last checkpoint of the run to resume, which has the scales of the run.
-        initial: Checkpoint from which a new run starts, whose scales are adopted.
-        inputs: Folders of the tables.
-
-    Returns:
-        The scales, or None to use the scales of the tables; and warnings about shifted
-        features.
-    """
-    if last:
-        return last.learned.get("scales"), []
-    if initial is None or "scales" not in initial.learned:
-        return None, []
-    info = open_table(inputs.sequences, SequencesInfo).info
-    return adopt_scales(initial.learned["scales"], info.custom)
-
-
-def resolve_training(
-    config: Any, fit: FitConfig, inputs: Inputs, init: str | None = None
-) -> tuple[Any, Inputs]:
-    """Resolve the config of a model, and check the checkpoint of the option --init.
-
-    Args:
-        config: Config of the model.
-        fit: Options of the training loop.
-        inputs: Folders of the tables.
-        init: URI of a checkpoint from whose weights a new run starts.
-
-    Returns:
-        The config with values from checkpoints that it names, such as the sizes of a
-        teacher; and the folders that the model reads.
-    """
-    model_class = registry.find(config.name)
-    catalogue = load_catalogue(model_class.name, inputs)
-    if init:
-        initial = checkpoint.read(init)
-        check_init(initial, init, catalogue.versions, model_class, fit)
-    resolved = model_class.resolve_config(config, catalogue)
-    return resolved, inputs.select(model_class.name, model_class.extra_inputs)
 
 
 def check_init(
@@ -304,58 +269,6 @@ def check_init(
             f"fit.replay_fraction is {fit.replay_fraction:g}, but {init} was not "
             "trained up to a time"
         )
-
-
-def trained_until(initial: Checkpoint | None, fit: FitConfig) -> int:
-    """Return the time in ms from which all training examples are used.
-
-    Of older examples, only a fraction `fit.replay_fraction` is used. The time is the
-    end of the training of the --init checkpoint, or 0 to use all examples.
-
-    Args:
-        initial: The --init checkpoint, if given.
-        fit: Options of the training loop.
-    """
-    if initial is None or fit.replay_fraction == 1:
-        return 0
-    return int(initial.learned["until"])
-
-
-def load_datasets(
-    model_class: type[Model],
-    config: Any,
-    catalogue: Any,
-    new: NewExamples,
-    rank: int,
-    world: int,
-) -> tuple[RequestDataset, RequestDataset]:
-    """Load the training and the validation dataset of this worker.
-
-    Args:
-        model_class: Class of the model.
-        config: Config of the model.
-        catalogue: Catalogue of the model.
-        new: Selection of the training examples.
-        rank: Rank of this worker.
-        world: Number of workers.
-    """
-    dataset_class = model_class.dataset_class
-    sequences = catalogue.versions["sequences"]
-    common: dict[str, Any] = {
-        "max_history": config.max_history,
-        "rank": rank,
-        "world": world,
-        **dataset_class.dataset_options(config, catalogue),
-    }
-    train = dataset_class.load(
-        sequences,
-        "train",
-        unit=model_class.example_unit,
-        new=new,
-        **common,
-    )
-    val = dataset_class.load(sequences, "val", unit=model_class.eval_unit, **common)
-    return train, val
 
 
 def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:

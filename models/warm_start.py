@@ -15,7 +15,7 @@ is by time; and `since`, the `until` of the previous run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from models.training.checkpoint import (
     Checkpoint,
     OtherTablesError,
     check_finite,
-    local,
-    verify_file,
+    verified,
 )
 
 RowNames = Sequence[Sequence[str] | None]
@@ -91,55 +90,74 @@ def load_extended_weights(
     Raises:
         OtherTablesError: If the weights do not fit the model otherwise.
     """
-    with local(uri) as folder:
-        saved = safetensors.torch.load_file(verify_file(folder, WEIGHTS, uri))
+    with verified(uri, WEIGHTS) as file:
+        saved = safetensors.torch.load_file(file)
     check_tasks(model, metadata, uri)
     messages = []
     if trains:
         messages += replace_constant_scales(model, saved)
         messages += replace_unlearned_biases(model, saved, metadata)
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, EmbeddingTables)
+    }
+    catalogue_buffers = set()
+    row_names = {}  # in the checkpoint and in the model, by the name of the weights
+    for path, module in modules.items():
+        catalogue_buffers |= {f"{path}.{name}" for name in module.catalogue_buffers}
+        old_names = metadata.learned.get("names", {}).get(path, ())
+        # not strict: a table without a partner is refused when the weights are copied
+        pairs = zip(old_names, module.row_names, strict=False)
+        for index, (old, new) in enumerate(pairs):
+            if old is not None:
+                row_names[f"{path}.tables.{index}.weight"] = old, new
     targets: dict[str, Tensor] = model.state_dict()
-    catalogue_buffers = set(list_catalogue_buffers(model))
-    row_names = dict(pair_row_names(model, metadata))
+    parameters = dict(model.named_parameters())
     loaded = set()  # addresses of tensors, as tied weights are saved once
     for name, weights in saved.items():
-        module, _, key = name.rpartition(".")
+        module_path, _, key = name.rpartition(".")
         if key == EXTRA_STATE:
-            model.get_submodule(module).set_extra_state(weights)
+            model.get_submodule(module_path).set_extra_state(weights)
             continue
         target = targets.get(name)
-        if target is None:
-            raise _shape_error(uri, name, weights, None)
-        loaded.add(target.data_ptr())
+        if target is not None:
+            loaded.add(target.data_ptr())
         if name in catalogue_buffers:
             continue
+        num_new = num_items - len(weights) if weights.ndim else 0
         if name in row_names:
             old, new = row_names[name]
-            weights, added = extend_values(name, weights, len(target) - 1, old, new)
-            messages += added
-        elif target.ndim and len(target) == num_items:
-            weights, added = extend_items(model, name, weights, num_items)
-            messages += added
-        if target.shape != weights.shape:
-            raise _shape_error(uri, name, weights, target)
+            weights = extend_values(weights, len(targets[name]) - 1, old, new)
+            num_values = len(set(new or ()) - set(old))
+            if new is None:
+                messages.append(f"many values: {name} is hashed now")
+            elif num_values:
+                messages.append(f"{pluralize(num_values, 'new value')} in {name}")
+        elif num_new > 0 and target is not None and target.shape[:1] == (num_items,):
+            # new items are zeros in a buffer, and in a module that has learned the
+            # unknown item as a zero vector; otherwise they are the mean of old items
+            tables = modules.get(name.partition(".tables.")[0])
+            if name not in parameters or (tables and tables.id_dropout):
+                row = torch.zeros_like(weights[:1])
+            else:
+                row = weights.mean(0, keepdim=True)
+            rows = row.expand(num_new, *weights.shape[1:])
+            weights = torch.cat([weights, rows])
+            messages.append(f"{pluralize(num_new, 'new item')} in {name}")
+        if target is None or target.shape != weights.shape:
+            shape = "none" if target is None else f"of {tuple(target.shape)}"
+            raise OtherTablesError(
+                f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} "
+                f"there and {shape} here",
+                "init",
+            )
         target.copy_(weights)
     for name, target in targets.items():
         if target.numel() and target.data_ptr() not in loaded:
             raise OtherTablesError(f"{uri} does not fit the model: it has no {name}")
     check_finite(model, uri)
     return messages
-
-
-def _shape_error(
-    uri: str | Path, name: str, weights: Tensor, target: Tensor | None
-) -> OtherTablesError:
-    """Return the error for weights without a target of the same shape in the model."""
-    shape = "none" if target is None else f"of {tuple(target.shape)}"
-    return OtherTablesError(
-        f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there "
-        f"and {shape} here",
-        "init",
-    )
 
 
 def replace_constant_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
@@ -203,14 +221,6 @@ def replace_unlearned_biases(
     return messages
 
 
-def list_catalogue_buffers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of buffers that hold content of the catalogue."""
-    for path, module in model.named_modules():
-        if isinstance(module, EmbeddingTables):
-            for name in module.catalogue_buffers:
-                yield f"{path}.{name}"
-
-
 def check_tasks(model: Any, metadata: Checkpoint, uri: str | Path) -> None:
     """Raise OtherTablesError if the tables and the checkpoint have different tasks.
 
@@ -229,121 +239,27 @@ def check_tasks(model: Any, metadata: Checkpoint, uri: str | Path) -> None:
         )
 
 
-def pair_row_names(
-    model: nn.Module, metadata: Checkpoint
-) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str] | None]]]:
-    """Yield the embedding tables whose rows have names in the checkpoint.
-
-    Yields:
-        The name of the weights; the row names in the checkpoint, and the row names in
-        the model, which are None for a hashed table.
-    """
-    old_names: Mapping[str, Any] = metadata.learned.get("names", {})
-    for path, tables in collect_row_names(model).items():
-        # not strict: a table without a partner is refused when the weights are copied
-        pairs = zip(old_names.get(path, ()), tables, strict=False)
-        for index, (old, new) in enumerate(pairs):
-            if old is not None:
-                yield f"{path}.tables.{index}.weight", (old, new)
-
-
 def extend_values(
-    name: str,
-    weights: Tensor,
-    num_rows: int,
-    old: Sequence[str],
-    new: Sequence[str] | None,
-) -> tuple[Tensor, list[str]]:
-    """Extend the saved weights of a category to its new values.
+    weights: Tensor, num_rows: int, old: Sequence[str], new: Sequence[str] | None
+) -> Tensor:
+    """Rearrange the saved weights of a category by its values.
 
     Args:
-        name: Name of the weights, for messages.
-        weights: (1 + old values, D) saved weights.
+        weights: (1 + old values, D) saved weights; row 0 is the unknown value.
         num_rows: Number of rows of the new table, without row 0.
-        old: Values of the saved rows.
-        new: Values of the new rows; None if the new table is hashed.
-
-    Returns:
-        (1 + num_rows, D) weights, and messages.
-    """
-    if new is None:
-        message = f"values of {name} are hashed now, because there are many"
-        return assign_by_hash(weights, old, num_rows), [message]
-    weights = assign_by_name(weights, old, new)
-    num_new = len(set(new) - set(old))
-    if not num_new:
-        return weights, []
-    return weights, [f"{pluralize(num_new, 'new value')} in {name}"]
-
-
-def assign_by_name(weights: Tensor, old: Sequence[str], new: Sequence[str]) -> Tensor:
-    """Rearrange rows by the names of their values.
-
-    Args:
-        weights: (1 + old, D) saved rows; row 0 is the unknown value.
-        old: Names of the saved rows from 1 on.
-        new: Names of the new rows from 1 on.
-
-    Returns:
-        (1 + new, D) rows, in which new values have copies of row 0.
-    """
-    index = pc.index_in(pa.array(new, pa.string()), pa.array(old, pa.string()))
-    rows = pc.fill_null(index, -1).to_numpy() + 1
-    return weights[torch.from_numpy(np.append(0, rows))]
-
-
-def assign_by_hash(weights: Tensor, old: Sequence[str], num_buckets: int) -> Tensor:
-    """Rearrange rows by the hash of their values.
-
-    Args:
-        weights: (1 + old, D) saved rows; row 0 is the unknown value.
         old: Values of the saved rows from 1 on.
-        num_buckets: Number of hash buckets.
+        new: Values of the new rows from 1 on; None if the new table is hashed.
 
     Returns:
-        (1 + buckets, D) rows; buckets without an old value are copies of row 0.
+        (1 + num_rows, D) weights, in which rows without an old value are copies of row
+        0.
     """
-    hashed = weights[:1].repeat(num_buckets + 1, *[1] * (weights.ndim - 1))
-    if len(old):
-        hashes = hash_strings(pa.array(old, pa.large_string()))
-        hashed[torch.from_numpy(hashes % num_buckets + 1)] = weights[1:]
-    return hashed
-
-
-def extend_items(
-    model: nn.Module, name: str, weights: Tensor, num_items: int
-) -> tuple[Tensor, list[str]]:
-    """Extend the saved weights of items to new items.
-
-    The rows of new items are zeros in a buffer, and in a module that has learned the
-    unknown item as a zero vector. Otherwise they are the mean of the old items.
-
-    Args:
-        model: Model on the new tables.
-        name: Name of the weights.
-        weights: (old items, ...) saved weights.
-        num_items: Number of items of the new tables.
-
-    Returns:
-        (num_items, ...) weights, and messages.
-    """
-    num_new = num_items - len(weights) if weights.ndim else 0
-    if num_new <= 0:
-        return weights, []
-    parameters = {parameter for parameter, _ in model.named_parameters()}
-    if name not in parameters or has_unknown_item(model, name):
-        row = torch.zeros_like(weights[:1])
+    values = pa.array(old, pa.large_string())
+    if new is None:
+        row = hash_strings(values) % num_rows + 1
     else:
-        row = weights.mean(0, keepdim=True)
-    rows = row.expand(num_new, *weights.shape[1:])
-    return torch.cat([weights, rows]), [f"{pluralize(num_new, 'new item')} in {name}"]
-
-
-def has_unknown_item(model: nn.Module, name: str) -> bool:
-    """Return whether the module of weights has learned the unknown item.
-
-    The unknown item is a zero vector.
-    """
-    path, is_table, _ = name.partition(".tables.")
-    module = model.get_submodule(path) if is_table else model
-    return isinstance(module, EmbeddingTables) and module.id_dropout > 0
+        position = pc.index_in(values, pa.array(new, pa.large_string()))
+        row = pc.fill_null(position, -1).to_numpy().astype(np.int64) + 1
+    rows = weights[:1].repeat(num_rows + 1, *[1] * (weights.ndim - 1))
+    rows[torch.from_numpy(row[row > 0])] = weights[1:][torch.from_numpy(row > 0)]
+    return rows

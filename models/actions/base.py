@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from core.options import STRICT, Dropout, Fraction
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
+from models.actions.data import ActionsOptions
 from models.actions.model import ActionsModel
 from models.custom_features import CustomInputs
 from models.label_loss import (
@@ -289,6 +290,10 @@ class FusionModel(ActionsModel):
             logits = torch.tensor(self.train_rates).logit(eps=1e-4)
             with torch.no_grad():
                 self.head.bias.copy_(logits - config.correction)
+
+    def dataset_options(self, catalogue: ActionsCatalogue) -> ActionsOptions:
+        """Return the overlap of training examples."""
+        return ActionsOptions(self.config.window_overlap)
 
     def build_blocks(self, *, strict: bool) -> nn.ModuleList:
         """Build `num_layers` Transformer blocks.

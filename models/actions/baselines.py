@@ -24,7 +24,6 @@ tasks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -46,8 +45,6 @@ class BaseRateConfig(NamedConfig):
     max_history: PositiveInt = 1024
     """Maximum number of earlier events that `user_rate` counts, and of events of a
     training example."""
-
-    window_overlap: ClassVar[float] = 0.5
 
 
 @dataclass(config=STRICT)

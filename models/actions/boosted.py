@@ -17,7 +17,6 @@ of action, `K` tasks, `G` categories of items, viewers and the log, `J` keys of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,8 +38,6 @@ class BoostedActionsConfig(TreeConfig):
 
     max_history: PositiveInt = 1024
     """Number of latest events in which the user's actions are counted."""
-
-    window_overlap: ClassVar[float] = 0.5
 
 
 class BoostedActions(BoostedTrees, ActionsModel):

@@ -1,6 +1,6 @@
 """The catalogue of actions models: items with attributes and text, actions and tasks.
 
-    catalogue = ActionsCatalogue.load("tables", "text")
+    catalogue = ActionsCatalogue.load(Inputs("tables", text="text"))
 
 Shapes: `I` items, `A` kinds of action, `K` tasks, `F` late features, `V` viewer-side
 categories, `X` numbers and `G` categories of an item, `W` width of text.
@@ -8,9 +8,9 @@ categories, `X` numbers and `G` categories of an item, `W` width of text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +23,6 @@ from core.schemas import ActionsInfo, CustomFeatures, Inputs
 from core.tables import Table, table_hashes
 from models.custom_features import CATEGORY, CUSTOM_KEY, NUMBER, rescale
 from models.text.text_tables import read_vectors, root_mean_square
-
-TABLES = {"tables": ("items", "sequences"), "text": ("items",)}
-"""Tables that a catalogue is loaded from, by folder of `Inputs`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +101,12 @@ def _distinct_strings(column: pa.ChunkedArray) -> pa.Array:
 class ActionsCatalogue:
     """Items, actions, tasks and features of a log of actions."""
 
+    tables: ClassVar[Mapping[str, Sequence[str]]] = {
+        "tables": ("items", "sequences"),
+        "text": ("items",),
+    }
+    """Tables from which a catalogue is loaded, by folder of `Inputs`."""
+
     num_items: int
     """Number I of items; `item_index` is dense from 0."""
     actions: tuple[str, ...]
@@ -162,26 +165,26 @@ class ActionsCatalogue:
     @classmethod
     def load(
         cls,
-        tables: str,
-        text: str | None = None,
+        inputs: Inputs,
         scales: Mapping[str, Any] | None = None,
+        manifest_only: bool = False,
     ) -> Self:
         """Load the catalogue of a log of actions.
 
         Args:
-            tables: Output folder of jobs.prepare.
-            text: Output folder of jobs.encode; None for models without text.
+            inputs: Folders of the tables, and of texts for models with text.
             scales: Result of `scales()` stored in a checkpoint, which replaces computed
                 scales.
+            manifest_only: Unused, as only the manifest of `sequences` is read.
         """
-        versions = Inputs(tables, text=text).versions(TABLES, ActionsInfo)
+        versions = inputs.versions(cls.tables, ActionsInfo)
         info: ActionsInfo = versions["sequences"].info
         items = versions["items"].read()
         scales = scales or {}
         attributes = Attributes.from_items(items, scales)
         numbers, categories = attributes.read(items)
         vectors = torch.zeros(0)
-        if text is not None:
+        if inputs.text is not None:
             vectors = read_vectors(versions["text_items"].read(), "embedding")
         return cls(
             num_items=len(items),

@@ -1,8 +1,6 @@
 """Examples and batches of a log of actions: users' contexts and candidates.
 
-    dataset = ActionsDataset.load(
-        sequences, "train", unit="user", max_history=1024
-    )
+    dataset = ActionsDataset.load(sequences, "train", "user", 1024, ActionsOptions())
     for batch in dataset.epoch(64, seed=1, epoch=0): ...
 
 The rows of a training batch have similar lengths, which keeps padding small. Training
@@ -20,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -51,8 +49,7 @@ TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 """Types of a batch's tensors; others are float32."""
 
 
-@dataclass(frozen=True)
-class _Windows:
+class _Windows(NamedTuple):
     """Windows of users' events, one per example."""
 
     user: NDArray[np.int64]
@@ -66,15 +63,78 @@ class _Windows:
     shared: NDArray[np.int64]
     """(n,) number of first context events that are not learned in this example."""
 
-    def select(self, mask: NDArray[np.bool_]) -> _Windows:
-        """Return the windows for which the mask (n,) is true."""
-        return _Windows(
-            self.user[mask],
-            self.begin[mask],
-            self.context[mask],
-            self.candidates[mask],
-            self.shared[mask],
-        )
+
+def decode_sequences(table: pa.Table, info: ActionsInfo) -> Columns:
+    """Decode one part of the sequences of a log of actions.
+
+    Returns:
+        Columns by user: `behaviours_per_user`, and `train_end` and `val_end`, the
+        numbers of events before the val and before the test split.
+
+        Columns by event: `item`, `time`, `action` (A), `label` (K) and `feature` (F).
+        If the log has viewer-side categories, `viewer` (V) holds the index of each
+        value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
+        custom features, `custom` holds them as `read_features` returns them.
+    """
+    item_lists = table["item_index"].combine_chunks()
+
+    def by_event(name: str) -> pa.Array:
+        return table[name].combine_chunks().flatten()
+
+    def vectors(name: str, width: int) -> NDArray:
+        values = by_event(name).flatten().to_numpy(zero_copy_only=False)
+        return values.reshape(-1, max(1, width))[:, :width]
+
+    item = item_lists.flatten().to_numpy().astype(np.int32)
+    feature = np.zeros((len(item), 0), np.float32)
+    if info.features:
+        feature = vectors("features", len(info.features))
+    columns = {
+        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
+        "train_end": table["train_end"].to_numpy().astype(np.int32),
+        "val_end": table["val_end"].to_numpy().astype(np.int32),
+        "item": item,
+        "time": by_event("timestamp_ms").to_numpy(),
+        "action": _narrow(vectors("actions", len(info.actions))),
+        "label": _narrow(vectors("tasks", len(info.tasks))),
+        "feature": _narrow(feature),
+    }
+    if info.viewers:
+        codes = [
+            _category_codes(by_event(f"cat_{name}"), values)
+            for name, values in info.viewers.items()
+        ]
+        columns["viewer"] = np.stack(codes, 1)
+    if info.custom.names:
+        custom_columns = {name: by_event(name) for name in info.custom.names}
+        columns["custom"] = read_features(info.custom, custom_columns, len(item))
+    return columns
+
+
+def _category_codes(strings: pa.Array, values: list[str]) -> NDArray[np.int32]:
+    """Return the index of each string in `values`, from 1; 0 for other strings."""
+    index = pc.fill_null(pc.index_in(strings, pa.array(values, pa.string())), -1)
+    return index.to_numpy(zero_copy_only=False).astype(np.int32) + 1
+
+
+def _narrow(values: NDArray) -> NDArray:
+    """Return the values as uint8 or float16 if that is exact, else unchanged."""
+    for dtype in (np.uint8, np.float16):
+        with np.errstate(invalid="ignore", over="ignore"):
+            narrow = values.astype(dtype)
+        if np.array_equal(narrow, values, equal_nan=dtype is np.float16):
+            return narrow
+    return values
+
+
+@dataclass(frozen=True)
+class ActionsOptions:
+    """Options of a dataset of actions."""
+
+    window_overlap: float = 0.5
+    """Share of `max_history` by which a user's training examples overlap."""
+    keep_empty: bool = False
+    """Whether evaluation has examples of users without a candidate too."""
 
 
 class ActionsDataset(RequestDataset):
@@ -95,15 +155,10 @@ class ActionsDataset(RequestDataset):
     """
 
     kind = "actions"
-    info_class = ActionsInfo
-    default_unit = "user"
-    default_max_history = 1024
+    decode = staticmethod(decode_sequences)
     request_unit = "sequences of events"
     learned_unit = "events"
-    window_overlap: float = 0.5
-    """Share of `max_history` by which a user's training examples overlap."""
-    keep_empty: bool = False
-    """Whether evaluation has examples of users without a candidate too."""
+    options: ActionsOptions
 
     begin: NDArray[np.int64]
     """(n,) index of each example's first event in the columns."""
@@ -111,11 +166,6 @@ class ActionsDataset(RequestDataset):
     """(n,) number of context events."""
     shared: NDArray[np.int64]
     """(n,) number of first context events that are not learned in this example."""
-
-    @classmethod
-    def dataset_options(cls, config: Any, catalogue: Any) -> dict[str, Any]:
-        """Return the overlap of training examples."""
-        return {"window_overlap": config.window_overlap}
 
     @classmethod
     def parquet_columns(cls, info: ActionsInfo) -> list[str]:
@@ -132,17 +182,6 @@ class ActionsDataset(RequestDataset):
             *ends,
         ]
 
-    @classmethod
-    def decode(cls, table: pa.Table, info: ActionsInfo) -> Columns:
-        """Decode one part of the table (`decode_sequences`)."""
-        return decode_sequences(table, info)
-
-    @classmethod
-    def decoder_settings(cls, info: ActionsInfo) -> Any:
-        """Return the entries of the info that `decode` depends on."""
-        custom = asdict(info.custom)
-        return [info.actions, info.tasks, info.features, info.viewers, custom]
-
     def _plan(self) -> None:
         """Cut the events of the split into examples."""
         is_train = self.split == "train"
@@ -151,7 +190,8 @@ class ActionsDataset(RequestDataset):
         if is_train and self.new_examples:
             shared = self._count_not_learned(begin, windows.context, windows.shared)
             has_learned_events = shared < windows.context
-            windows = replace(windows, shared=shared).select(has_learned_events)
+            windows = windows._replace(shared=shared)
+            windows = _Windows(*(values[has_learned_events] for values in windows))
             begin = begin[has_learned_events]
         self.user, self.begin = windows.user, begin
         self.context, self.shared = windows.context, windows.shared
@@ -163,7 +203,7 @@ class ActionsDataset(RequestDataset):
     def _training_windows(self) -> _Windows:
         """Return the windows of training, which have no candidates."""
         num_events = self.columns["train_end"].astype(np.int64)  # by user
-        overlap = int(self.window_overlap * self.max_history)
+        overlap = int(self.options.window_overlap * self.max_history)
         stride = max(1, self.max_history - overlap)
         excess = np.maximum(num_events - self.max_history, 0)
         num_windows = np.where(num_events > 0, 1 + (excess + stride - 1) // stride, 0)
@@ -190,7 +230,7 @@ class ActionsDataset(RequestDataset):
         }
         split_begin = ends["train" if self.split == "val" else "val"]  # by user
         split_end = ends[self.split]
-        user = np.flatnonzero((split_end > split_begin) | self.keep_empty)
+        user = np.flatnonzero((split_end > split_begin) | self.options.keep_empty)
         begin = np.maximum(split_begin[user] - self.max_history, 0)
         context = split_begin[user] - begin
         candidates = (split_end - split_begin)[user]
@@ -319,66 +359,3 @@ class ActionsDataset(RequestDataset):
             "item": batch.candidate_item[valid],
             "labels": batch.candidate_label[valid],
         }
-
-
-def decode_sequences(table: pa.Table, info: ActionsInfo) -> Columns:
-    """Decode one part of the sequences of a log of actions.
-
-    Returns:
-        Columns by user: `behaviours_per_user`, and `train_end` and `val_end`, the
-        numbers of events before the val and before the test split.
-
-        Columns by event: `item`, `time`, `action` (A), `label` (K) and `feature` (F).
-        If the log has viewer-side categories, `viewer` (V) holds the index of each
-        value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
-        custom features, `custom` holds them as `read_features` returns them.
-    """
-    item_lists = table["item_index"].combine_chunks()
-
-    def by_event(name: str) -> pa.Array:
-        return table[name].combine_chunks().flatten()
-
-    def vectors(name: str, width: int) -> NDArray:
-        values = by_event(name).flatten().to_numpy(zero_copy_only=False)
-        return values.reshape(-1, max(1, width))[:, :width]
-
-    item = item_lists.flatten().to_numpy().astype(np.int32)
-    feature = np.zeros((len(item), 0), np.float32)
-    if info.features:
-        feature = vectors("features", len(info.features))
-    columns = {
-        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
-        "train_end": table["train_end"].to_numpy().astype(np.int32),
-        "val_end": table["val_end"].to_numpy().astype(np.int32),
-        "item": item,
-        "time": by_event("timestamp_ms").to_numpy(),
-        "action": _narrow(vectors("actions", len(info.actions))),
-        "label": _narrow(vectors("tasks", len(info.tasks))),
-        "feature": _narrow(feature),
-    }
-    if info.viewers:
-        codes = [
-            _category_codes(by_event(f"cat_{name}"), values)
-            for name, values in info.viewers.items()
-        ]
-        columns["viewer"] = np.stack(codes, 1)
-    if info.custom.names:
-        custom_columns = {name: by_event(name) for name in info.custom.names}
-        columns["custom"] = read_features(info.custom, custom_columns, len(item))
-    return columns
-
-
-def _category_codes(strings: pa.Array, values: list[str]) -> NDArray[np.int32]:
-    """Return the index of each string in `values`, from 1; 0 for other strings."""
-    index = pc.fill_null(pc.index_in(strings, pa.array(values, pa.string())), -1)
-    return index.to_numpy(zero_copy_only=False).astype(np.int32) + 1
-
-
-def _narrow(values: NDArray) -> NDArray:
-    """Return the values as uint8 or float16 if that is exact, else unchanged."""
-    for dtype in (np.uint8, np.float16):
-        with np.errstate(invalid="ignore", over="ignore"):
-            narrow = values.astype(dtype)
-        if np.array_equal(narrow, values, equal_nan=dtype is np.float16):
-            return narrow
-    return values

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from core.schemas import Inputs
 from models.actions import metrics
 from models.actions.batch import ActionsBatch
-from models.actions.catalogue import TABLES, ActionsCatalogue
-from models.actions.data import ActionsDataset
+from models.actions.catalogue import ActionsCatalogue
+from models.actions.data import ActionsDataset, ActionsOptions
 from models.actions.requests import ActionsRequests
 from models.model import Model, Ranked
 
@@ -26,7 +25,7 @@ class ActionsModel(Model):
     kind = "actions"
     dataset_class = ActionsDataset
     requests_class = ActionsRequests
-    catalogue_tables = TABLES
+    catalogue_class = ActionsCatalogue
     extra_inputs: ClassVar[Mapping[str, bool]] = {"text": False}
     example_unit = "user"
     eval_unit = "user"
@@ -38,16 +37,9 @@ class ActionsModel(Model):
     """Whether all items have an id in training, so that new items of requests are
     scored badly."""
 
-    @classmethod
-    def load_catalogue(
-        cls,
-        inputs: Inputs,
-        *,
-        scales: Mapping[str, Any] | None = None,
-        manifest_only: bool = False,
-    ) -> ActionsCatalogue:
-        """Load the catalogue; `manifest_only` makes no difference."""
-        return ActionsCatalogue.load(inputs.tables, inputs.text, scales)
+    def dataset_options(self, catalogue: ActionsCatalogue) -> ActionsOptions:
+        """Return options of the dataset."""
+        return ActionsOptions()
 
     def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) logits of the valid candidates of all users, row by row."""

@@ -7,7 +7,7 @@ items can be candidates or part of the history; the model reads them by their co
 missing value of an item counts as unknown, as does a category that is not in the
 training data. A late feature that is left out is replaced by its mean over training.
 
-Shapes: `A` kinds of action, `F` late features.
+Shapes: `A` kinds of action, `F` late features, `n` new items.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from itertools import pairwise
 from typing import Annotated, Any, Required, Self
 
 import numpy as np
+import pyarrow as pa
+import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from core.schemas import ActionsInfo, actions_schema
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.new_items import NewItems, field_name
 from models.custom_features import CATEGORY, NUMBER
 from models.requests import (
     CandidateRequest,
@@ -41,6 +42,7 @@ from models.requests import (
     make_dict,
     refuse_large,
 )
+from models.text.text_encoder import TextCache, format_item_texts, text_columns
 
 LATEST_MS = 1 << 62
 """A time later than all times of logs."""
@@ -80,6 +82,11 @@ class ActionsRequest(CandidateRequest):
         return self
 
 
+def field_name(column: str) -> str:
+    """Return the name of an item's column in requests: `title` for `text_title`."""
+    return column.partition("_")[2]
+
+
 class ActionsRequests(Requests):
     """Reader of requests to predict a user's actions on candidates."""
 
@@ -92,9 +99,16 @@ class ActionsRequests(Requests):
         catalogue: ActionsCatalogue,
         settings: Settings,
     ) -> None:
-        self.content = NewItems(catalogue)
+        text = catalogue.versions.get("text_items")
+        self.template = str(text.config.get("template", "")) if text else ""
+        names = [column["name"] for column in catalogue.versions["items"].schema]
+        columns = [name for name in names if name.startswith((NUMBER, CATEGORY))]
+        if text:
+            columns += text_columns(names, self.template).values()
+        self.content = list(dict.fromkeys(columns))
+        """Columns of items that the model reads: attributes and parts of the text."""
+        self.cache: TextCache[str] = TextCache()
         super().__init__(folder, model, catalogue, settings)
-        self.content.encoder = self.encoder
         self.feature_mean = model.features.mean.numpy()
         info: ActionsInfo = self.info
         viewers = [CATEGORY + name for name in info.viewers]
@@ -113,7 +127,7 @@ class ActionsRequests(Requests):
             fields[f"history_viewer_{name}"] = (Texts | None, None)
         content = {
             field_name(name): Number if name.startswith(NUMBER) else Text | None
-            for name in self.content.columns
+            for name in self.content
         }
         item: Any = make_dict("NewItem", {"item_id": Required[ItemId], **content})
         return {**fields, "new_items": (list.__class_getitem__(item), [])}
@@ -151,31 +165,34 @@ class ActionsRequests(Requests):
         past = [i for i, item in enumerate(history) if item in index and times[i] < now]
         past = past[-self.max_history :]
         scored = self.find_candidates(request)
-        zeros = np.zeros((len(history), len(self.info.actions)), np.float32)
-        actions = fill_missing("history_actions", request.history_actions, zeros)[past]
-        mean = np.tile(self.feature_mean, (len(candidates), 1))
-        features = fill_missing("features", request.features, mean)[scored]
-        row = {
-            "user_id": "",
-            "item_index": [index[history[i]] for i in past]
-            + [index[candidates[i]] for i in scored],
-            "timestamp_ms": [times[i] for i in past] + [now] * len(scored),
-            "tasks": [[0] * len(self.info.tasks)] * (len(past) + len(scored)),
-            "actions": list(np.pad(actions, ((0, len(scored)), (0, 0)))),
-            "features": list(np.pad(features, ((len(past), 0), (0, 0)))),
-            "train_end": 0,
-            "val_end": len(past),
+        # of the history followed by the candidates
+        selected = past + [len(history) + i for i in scored]
+        actions = np.zeros((len(history), len(self.info.actions)), np.float32)
+        actions = fill_missing("history_actions", request.history_actions, actions)
+        features = np.tile(self.feature_mean, (len(candidates), 1))
+        features = fill_missing("features", request.features, features)
+        actions = np.pad(actions, ((0, len(candidates)), (0, 0)))
+        features = np.pad(features, ((len(history), 0), (0, 0)))
+        columns: dict[str, Any] = {
+            "item_index": [index.get(item) for item in history + candidates],
+            "timestamp_ms": [*times, *[now] * len(candidates)],
+            "actions": actions,
+            "features": features,
         }
         for name in self.info.viewers:
             values = getattr(request, f"history_viewer_{name}") or [""] * len(history)
             value = getattr(request, f"viewer_{name}")
-            row[CATEGORY + name] = [values[i] for i in past] + [value] * len(scored)
-        custom = request.custom_columns(self.info.custom, "history_", past)
-        for name, values in request.custom_columns(
-            self.info.custom, "", scored
-        ).items():
-            row[name] = custom[name] + values
-        return row
+            columns[CATEGORY + name] = [*values, *[value] * len(candidates)]
+        custom = request.custom_columns(self.info.custom, "history_")
+        for name, values in request.custom_columns(self.info.custom).items():
+            columns[name] = custom[name] + values
+        return {
+            "user_id": "",
+            "tasks": [[0] * len(self.info.tasks)] * len(selected),
+            "train_end": 0,
+            "val_end": len(past),
+            **{name: [v[i] for i in selected] for name, v in columns.items()},
+        }
 
     def collate(self, requests: Sequence[Any], max_history: int) -> ActionsBatch:
         """Return the batch of requests, with the new items of all requests."""
@@ -197,4 +214,30 @@ class ActionsRequests(Requests):
                 "was always trained with ids: item_ids is not none, id_dropout is 0",
                 stacklevel=2,
             )
-        return replace(batch, **self.content.read(new_items))
+        return replace(batch, **self.read_new_items(new_items))
+
+    def read_new_items(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields `new_*` of `ActionsBatch`, each a tensor (n, ...)."""
+        content = [
+            {column: item.get(field_name(column)) for column in self.content}
+            for item in items
+        ]
+        table = pa.Table.from_pylist(content, custom_schema(self.content))
+        numbers, categories = self.catalogue.attributes.read(table)
+        catalogue_text = self.catalogue.text
+        width = catalogue_text.shape[1] if catalogue_text.numel() else 0
+        text = np.zeros((len(items), width), np.float32)
+        if width and self.encoder:
+            texts = format_item_texts(table, self.template)[0]
+            text = self.cache.encode(texts, self.encoder.encode).astype(np.float32)
+        elif width:
+            warnings.warn(
+                f"the model was saved without its text encoder; {len(items)} new items "
+                "are scored without their text",
+                stacklevel=2,
+            )
+        return {
+            "new_numbers": numbers,
+            "new_categories": categories,
+            "new_text": torch.from_numpy(text),
+        }

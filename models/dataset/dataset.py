@@ -1,6 +1,6 @@
 """Examples of one split of a `sequences` table, and the batches of one worker.
 
-    dataset = RetrievalDataset.load(sequences, "train", max_history=20)
+    dataset = RetrievalDataset.load(sequences, "train", "request", 20)
     for batch in dataset.epoch(256, seed=1, epoch=0):
         ...
 
@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import UserError
 from core.ragged import lengths_to_offsets
-from core.schemas import SequencesInfo
 from core.splits import SPLITS
 from core.tables import Table
 from models.dataset.batch import Batch
@@ -58,12 +56,11 @@ class RequestDataset:
 
     kind: ClassVar[str]
     """Kind of the requests: `retrieval`, `search` or `actions`."""
+    decode: ClassVar[Any]
+    """Return the flat arrays of one part of `sequences`, by name. Arguments are the
+    rows of the part, and the info of the table, a subclass of `SequencesInfo`."""
     splits: ClassVar[tuple[str, ...]] = SPLITS
     """Splits of the kind's tables."""
-    default_unit: ClassVar[str]
-    """Default of `unit` in `load`."""
-    default_max_history: ClassVar[int]
-    """Default of `max_history` in `load`."""
     request_unit: ClassVar[str] = "requests"
     """Name of the unit of `num_requests`, for messages."""
     learned_unit: ClassVar[str] = "requests"
@@ -92,11 +89,11 @@ class RequestDataset:
         split: str,
         unit: str,
         max_history: int,
+        options: Any = None,
         *,
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
-        **options: Any,
     ) -> None:
         """Plan the examples of a split over decoded columns.
 
@@ -105,15 +102,14 @@ class RequestDataset:
             split: `train`, `val`, `test`, or another entry of `splits`.
             unit: Unit of an example, such as `request`; a kind documents its units.
             max_history: Maximum number of behaviours of a history.
+            options: Options of the kind, of `options_class`.
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
-            options: Options of the kind, from `dataset_options`.
         """
         if split not in self.splits:
             raise UserError(f"models of {self.kind} have no split '{split}'")
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is not below the number of workers {world}")
+        assert 0 <= rank < world
         self.columns = columns
         self.split, self.unit, self.max_history = split, unit, max_history
         self.rank, self.world = rank, world
@@ -121,39 +117,15 @@ class RequestDataset:
         self.skipped_users = np.zeros(0, np.int64)
         self.offsets = lengths_to_offsets(columns["behaviours_per_user"])
         self._sampled: NDArray[np.int64] | None = None
-        for name, value in options.items():
-            setattr(self, name, value)
+        self.options = options
         self._plan()
 
-    info_class: ClassVar[type[SequencesInfo]]
-    """Type of the info of the sequences."""
-
     # Methods that a kind overrides.
-
-    @classmethod
-    def dataset_options(cls, config: Any, catalogue: Any) -> dict[str, Any]:
-        """Return the kind's options of the dataset for a model."""
-        return {}
 
     @classmethod
     def parquet_columns(cls, info: Any) -> list[str]:
         """Return the columns of `sequences` that `decode` reads."""
         raise NotImplementedError
-
-    @classmethod
-    def decode(cls, table: pa.Table, info: Any) -> Columns:
-        """Return the flat arrays of one part of `sequences`, by name.
-
-        Args:
-            table: Rows of the part.
-            info: Info of the table, a subclass of `SequencesInfo`.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def decoder_settings(cls, info: Any) -> Any:
-        """Return the `settings` of `open_columns` for a table."""
-        return None
 
     def _plan(self) -> None:
         """Set the arrays and numbers that describe the examples, such as `lengths`."""
@@ -190,26 +162,17 @@ class RequestDataset:
         cls,
         table: Table[Any],
         split: str,
+        unit: str,
+        max_history: int,
+        options: Any = None,
         *,
-        unit: str | None = None,
-        max_history: int | None = None,
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
-        **options: Any,
     ) -> Self:
         """Load the examples of one split of a `sequences` table.
 
-        Args:
-            table: The table.
-            split: `train`, `val`, `test`, or another entry of `splits`.
-            unit: Unit of an example; None for `default_unit`.
-            max_history: Maximum number of behaviours of a history; None for
-                `default_max_history`.
-            rank: Rank of this worker.
-            world: Number of workers.
-            new: Selection of the training examples; None for all.
-            options: Options of the kind, from `dataset_options`.
+        The arguments are those of the constructor.
         """
         if not table.rows:
             raise UserError(f"{table.uri} has no users")
@@ -218,17 +181,10 @@ class RequestDataset:
             cls.kind,
             cls.parquet_columns(table.info),
             lambda part: cls.decode(part, table.info),
-            cls.decoder_settings(table.info),
+            asdict(table.info),
         )
         return cls(
-            columns,
-            split,
-            cls.default_unit if unit is None else unit,
-            cls.default_max_history if max_history is None else max_history,
-            rank=rank,
-            world=world,
-            new=new,
-            **options,
+            columns, split, unit, max_history, options, rank=rank, world=world, new=new
         )
 
     def __len__(self) -> int:
@@ -238,10 +194,6 @@ class RequestDataset:
     def rows(self) -> NDArray[np.int64]:
         """Return the (n,) indices of all examples, over all workers."""
         return np.arange(len(self.lengths)) if self._sampled is None else self._sampled
-
-    def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.integer]:
-        """Return the (b,) table rows of the users of (b,) examples."""
-        return self.user[rows]
 
     @property
     def cache_bytes(self) -> int:
@@ -255,7 +207,7 @@ class RequestDataset:
 
     def count_users(self) -> int:
         """Return the number of users with an example that this worker evaluates."""
-        return int(self._is_assigned(np.unique(self.user_rows(self.rows()))).sum())
+        return int(self._is_assigned(np.unique(self.user[self.rows()])).sum())
 
     def _is_assigned(self, users: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return the (u,) mask of users that this worker evaluates, given (u,) rows."""
@@ -349,7 +301,7 @@ class RequestDataset:
         if 0 < limit < total:
             count = math.ceil(limit * len(rows) / total)
             rows = rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]
-        return rows[self._is_assigned(self.user_rows(rows))]
+        return rows[self._is_assigned(self.user[rows])]
 
     def cut_batches(
         self, rows: NDArray[np.int64], batch_size: int

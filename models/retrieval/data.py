@@ -1,9 +1,7 @@
 """The catalogue, batches and dataset of retrieval models.
 
-    catalogue = Catalogue.load("tables", "sids")
-    dataset = RetrievalDataset.load(
-        sequences, "train", unit="request", max_history=20
-    )
+    catalogue = Catalogue.load(Inputs("tables", "sids"))
+    dataset = RetrievalDataset.load(sequences, "train", "request", 20)
     for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
 Shapes: `I` items, `C` codes of an item; `B` rows, `T` behaviours and `R` requests of a
@@ -12,6 +10,7 @@ batch; `n` examples and `m` requests of a dataset.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -50,13 +49,16 @@ from models.dataset.encoding import (
 )
 from models.retrieval.search.trie import Trie
 
-TABLES = {"tables": ("items", "sequences"), "sids": ("sids", "trie")}
-"""Tables that a catalogue is loaded from, by folder of `Inputs`."""
-
 
 @dataclass(frozen=True)
 class Catalogue:
     """The items that a model can recommend, with or without semantic IDs."""
+
+    tables: ClassVar[Mapping[str, Sequence[str]]] = {
+        "tables": ("items", "sequences"),
+        "sids": ("sids", "trie"),
+    }
+    """Tables from which a catalogue is loaded, by folder of `Inputs`."""
 
     num_items: int
     """Number I of items; `item_index` is dense from 0."""
@@ -79,16 +81,17 @@ class Catalogue:
         return {}
 
     @classmethod
-    def load(cls, tables_uri: str, sids_uri: str | None = None) -> Self:
-        """Load the catalogue of a retrieval log.
+    def load(
+        cls, inputs: Inputs, scales: Any = None, manifest_only: bool = False
+    ) -> Self:
+        """Load the items, and the semantic IDs if `inputs` has them.
 
-        Args:
-            tables_uri: Output folder of jobs.prepare.
-            sids_uri: Output folder of jobs.tokenize; None without semantic IDs.
+        The other arguments are unused: retrieval models read no numbers, and only the
+        manifest of `sequences`.
         """
-        versions = Inputs(tables_uri, sids_uri).versions(TABLES, RetrievalInfo)
+        versions = inputs.versions(cls.tables, RetrievalInfo)
         num_items = versions["items"].rows
-        if sids_uri is None:
+        if inputs.sids is None:
             return cls(num_items, versions=versions)
 
         sizes = tuple(versions["sids"].info.codebook_sizes)
@@ -184,6 +187,74 @@ class InteractionBatch(Batch):
     """(B,) int64 item."""
 
 
+def find_repeats(
+    items: NDArray[np.int64],
+    behaviours_per_user: NDArray[np.int64],
+    requests_per_user: NDArray[np.int64],
+    end: NDArray[np.int64],
+    target: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Return whether each request's target is among the user's first `end` behaviours.
+
+    Args:
+        items: (E,) items of all users' behaviours, end to end.
+        behaviours_per_user: (U,) number of behaviours.
+        requests_per_user: (U,) number of requests.
+        end: (R,) behaviours before each request.
+        target: (R,) item of each request.
+    """
+    num_items = 1 + max(items.max(initial=0), target.max(initial=0))
+    # pairs of a user and an item as one number, with the pair's first behaviour
+    behaviour_pairs = row_numbers(behaviours_per_user) * num_items + items  # (E,)
+    pairs, first_behaviour = np.unique(behaviour_pairs, return_index=True)
+    user_row = row_numbers(requests_per_user)
+    index, is_in_log = find_sorted(pairs, user_row * num_items + target)  # (R,)
+    if not len(pairs):
+        return is_in_log
+    user_start = lengths_to_starts(behaviours_per_user)[user_row]
+    return is_in_log & (first_behaviour[index] < user_start + end)
+
+
+def decode_sequences(table: pa.Table, info: RetrievalInfo) -> Columns:
+    """Decode one part of the sequences of a retrieval log.
+
+    Args:
+        table: Rows of the part, one per user.
+        info: Info of the table, which is not needed.
+
+    Returns:
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour
+        (E,): item. By request (R,): history_end, target, repeats, request_time, split.
+    """
+    lists = table["item_index"].combine_chunks()
+    behaviours_per_user = pc.list_value_length(lists).to_numpy()
+    items = lists.flatten().to_numpy()
+    request_lists = table["requests"].combine_chunks()
+    requests_per_user = pc.list_value_length(request_lists).to_numpy()
+    requests = request_lists.flatten()
+    candidates = pc.struct_field(requests, "candidates")
+    target = candidates.flatten().to_numpy()
+    history_end = pc.struct_field(requests, "history_end").to_numpy()
+    repeats = find_repeats(
+        items.astype(np.int64),
+        behaviours_per_user.astype(np.int64),
+        requests_per_user.astype(np.int64),
+        history_end.astype(np.int64),
+        target.astype(np.int64),
+    )
+    return {
+        "behaviours_per_user": behaviours_per_user.astype(np.int32),
+        "requests_per_user": requests_per_user.astype(np.int32),
+        "user_hash": hash_strings(table["user_id"].combine_chunks()),
+        "item": items.astype(np.int32),
+        "history_end": history_end.astype(np.int32),
+        "target": target.astype(np.int32),
+        "repeats": repeats,
+        "request_time": pc.struct_field(requests, "timestamp_ms").to_numpy(),
+        "split": decode_splits(pc.struct_field(requests, "split")),
+    }
+
+
 class RetrievalDataset(RequestDataset):
     """The requests of one split, as examples of one `unit`.
 
@@ -201,10 +272,8 @@ class RetrievalDataset(RequestDataset):
     """
 
     kind = "retrieval"
-    info_class = RetrievalInfo
+    decode = staticmethod(decode_sequences)
     splits: ClassVar[tuple[str, ...]] = (*SPLITS, "next")
-    default_unit = "request"
-    default_max_history = 20
     request_unit = "requests with a history"
 
     requests: NDArray[np.integer]
@@ -219,11 +288,6 @@ class RetrievalDataset(RequestDataset):
         """Return the columns that `decode_sequences` reads."""
         fields = ("timestamp_ms", "history_end", "candidates", "split")
         return ["user_id", "item_index", *request_columns(*fields)]
-
-    @classmethod
-    def decode(cls, table: pa.Table, info: RetrievalInfo) -> Columns:
-        """Decode one part of the table by `decode_sequences`."""
-        return decode_sequences(table)
 
     def _plan(self) -> None:
         """Set the examples of the split: their requests, users and history lengths."""
@@ -275,8 +339,9 @@ class RetrievalDataset(RequestDataset):
         user_row = np.repeat(self.user, requests_per_example)
         return request_number(user_row, self.requests - self.request_offsets[user_row])
 
+    @property
     def visited_items(self) -> NDArray[np.int64]:
-        """Return the items in the histories and targets of the requests, ascending."""
+        """The items in the histories and targets of the requests, ascending."""
         # a user's last example has the user's longest history
         last_of_user = np.append(run_starts(self.user)[1:], len(self.user)) - 1
         user_row = self.user[last_of_user]
@@ -347,71 +412,4 @@ def add_next_requests(columns: Columns) -> Columns:
         "history_end": columns["behaviours_per_user"],
         "target": np.full(users, PAD, np.int32),
         "repeats": np.zeros(users, bool),
-    }
-
-
-def find_repeats(
-    items: NDArray[np.int64],
-    behaviours_per_user: NDArray[np.int64],
-    requests_per_user: NDArray[np.int64],
-    end: NDArray[np.int64],
-    target: NDArray[np.int64],
-) -> NDArray[np.bool_]:
-    """Return whether each request's target is among the user's first `end` behaviours.
-
-    Args:
-        items: (E,) items of all users' behaviours, end to end.
-        behaviours_per_user: (U,) number of behaviours.
-        requests_per_user: (U,) number of requests.
-        end: (R,) behaviours before each request.
-        target: (R,) item of each request.
-    """
-    num_items = 1 + max(items.max(initial=0), target.max(initial=0))
-    # pairs of a user and an item as one number, with the pair's first behaviour
-    behaviour_pairs = row_numbers(behaviours_per_user) * num_items + items  # (E,)
-    pairs, first_behaviour = np.unique(behaviour_pairs, return_index=True)
-    user_row = row_numbers(requests_per_user)
-    index, is_in_log = find_sorted(pairs, user_row * num_items + target)  # (R,)
-    if not len(pairs):
-        return is_in_log
-    user_start = lengths_to_starts(behaviours_per_user)[user_row]
-    return is_in_log & (first_behaviour[index] < user_start + end)
-
-
-def decode_sequences(table: pa.Table) -> Columns:
-    """Decode one part of the sequences of a retrieval log.
-
-    Args:
-        table: Rows of the part, one per user.
-
-    Returns:
-        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour
-        (E,): item. By request (R,): history_end, target, repeats, request_time, split.
-    """
-    lists = table["item_index"].combine_chunks()
-    behaviours_per_user = pc.list_value_length(lists).to_numpy()
-    items = lists.flatten().to_numpy()
-    request_lists = table["requests"].combine_chunks()
-    requests_per_user = pc.list_value_length(request_lists).to_numpy()
-    requests = request_lists.flatten()
-    candidates = pc.struct_field(requests, "candidates")
-    target = candidates.flatten().to_numpy()
-    history_end = pc.struct_field(requests, "history_end").to_numpy()
-    repeats = find_repeats(
-        items.astype(np.int64),
-        behaviours_per_user.astype(np.int64),
-        requests_per_user.astype(np.int64),
-        history_end.astype(np.int64),
-        target.astype(np.int64),
-    )
-    return {
-        "behaviours_per_user": behaviours_per_user.astype(np.int32),
-        "requests_per_user": requests_per_user.astype(np.int32),
-        "user_hash": hash_strings(table["user_id"].combine_chunks()),
-        "item": items.astype(np.int32),
-        "history_end": history_end.astype(np.int32),
-        "target": target.astype(np.int32),
-        "repeats": repeats,
-        "request_time": pc.struct_field(requests, "timestamp_ms").to_numpy(),
-        "split": decode_splits(pc.struct_field(requests, "split")),
     }

@@ -5,7 +5,6 @@ Shapes: `B` requests, `T` behaviours of the longest history, `N` items.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
-from core.schemas import Inputs
 from models.model import Model, Ranked
 from models.retrieval import metrics
 from models.retrieval.data import (
-    TABLES,
     Catalogue,
     HistoryBatch,
     RequestBatch,
@@ -34,29 +31,11 @@ class RetrievalModel(Model):
     kind = "retrieval"
     dataset_class = RetrievalDataset
     requests_class = RetrievalRequests
-    catalogue_tables = TABLES
+    catalogue_class = Catalogue
     options_class: ClassVar[type | None] = RecommendOptions
     ranks: ClassVar[Ranked] = "catalogue"
-    logs_every_run = True
     metrics_module: ClassVar[ModuleType] = metrics
     shown_metrics = metrics.SHOWN
-
-    @classmethod
-    def load_catalogue(
-        cls,
-        inputs: Inputs,
-        *,
-        scales: Mapping[str, Any] | None = None,
-        manifest_only: bool = False,
-    ) -> Catalogue:
-        """Load the items, and the semantic IDs if `inputs` has them.
-
-        Args:
-            inputs: Folders of the tables and the semantic IDs.
-            scales: Unused, as retrieval models read no numbers.
-            manifest_only: Unused, as only the manifest of `sequences` is read.
-        """
-        return Catalogue.load(inputs.tables, inputs.sids)
 
     def recommend(
         self, batch: HistoryBatch, k: int, **options: Any

@@ -1,6 +1,6 @@
 """The catalogue of search models: items, queries, labels, features and text vectors.
 
-    catalogue = SearchCatalogue.load("tables", "text")
+    catalogue = SearchCatalogue.load(Inputs("tables", text="text"))
 
 Vectors of documents are a tensor, which models hold as a buffer. Vectors of queries and
 of pairs are memory-mapped files; a batch holds copies of the vectors that its examples
@@ -12,9 +12,9 @@ Shapes: `I` items, `Q` queries, `P` pairs of item and query, `F` features, `K` l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -41,12 +41,6 @@ from models.custom_features import CUSTOM_KEY, rescale
 from models.dataset.columns import Columns, open_columns
 from models.dataset.encoding import request_columns
 from models.text.text_tables import open_vectors, read_vectors, root_mean_square
-
-TABLES = {
-    "tables": ("items", "queries", "sequences"),
-    "text": ("items", "queries", "pairs"),
-}
-"""Tables that a catalogue is loaded from, by folder of `Inputs`."""
 
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
@@ -106,7 +100,7 @@ class SearchText:
             uri: Folder of the tables.
             versions: Tables of the log and of its texts, by name.
         """
-        texts = [versions[f"text_{name}"] for name in TABLES["text"]]
+        texts = [versions[f"text_{name}"] for name in SearchCatalogue.tables["text"]]
         tokens = find_table(join(uri, "tokens"), TokensInfo)
         settings = [_encoder_settings(table) for table in (*texts, tokens) if table]
         if tokens and tokens.inputs.get("items") != versions["items"].hash:
@@ -226,6 +220,12 @@ class SearchText:
 class SearchCatalogue:
     """Items, queries, labels, features and text vectors of a search log."""
 
+    tables: ClassVar[Mapping[str, Sequence[str]]] = {
+        "tables": ("items", "queries", "sequences"),
+        "text": ("items", "queries", "pairs"),
+    }
+    """Tables from which a catalogue is loaded, by folder of `Inputs`."""
+
     num_items: int
     """Number of items; `item_index` is dense from 0."""
     num_queries: int
@@ -282,34 +282,31 @@ class SearchCatalogue:
     @classmethod
     def load(
         cls,
-        tables: str,
-        text: str | None,
-        *,
-        measure_features: bool = True,
+        inputs: Inputs,
         scales: Mapping[str, Any] | None = None,
+        manifest_only: bool = False,
     ) -> Self:
         """Load the catalogue of a search log.
 
         Args:
-            tables: Output folder of jobs.prepare.
-            text: Output folder of jobs.encode; None for text of width 0.
-            measure_features: Whether to compute mean and standard deviation of the
-                built-in features from the train split. A served model does not need
-                them, as its checkpoint has them.
+            inputs: Folders of the tables, and of texts; without it text has width 0.
             scales: Result of `scales()` stored in a checkpoint: the text size and the
                 scales of custom numbers, in place of those of these tables.
+            manifest_only: Whether to leave out mean and standard deviation of the
+                built-in features, which are computed from the train split. A served
+                model has them in its checkpoint.
         """
-        versions = Inputs(tables, text=text).versions(TABLES, SearchInfo)
+        versions = inputs.versions(cls.tables, SearchInfo)
         info: SearchInfo = versions["sequences"].info
         items, num_queries = versions["items"], versions["queries"].rows
         custom_features = rescale(info.custom, scales or {})
         num_features = len(info.features)
         mean, std = torch.zeros(num_features), torch.ones(num_features)
-        if measure_features:
+        if not manifest_only:
             mean, std = _feature_scale(versions["sequences"], num_features)
         search_text = (
-            SearchText.load(text, versions)
-            if text
+            SearchText.load(inputs.text, versions)
+            if inputs.text
             else SearchText.empty(items.rows, num_queries)
         )
         return cls(

@@ -8,12 +8,12 @@ item, each query and each pair of both that has events before TIME. A row holds 
 features of its kind (item, query or pair), as a search at TIME has them, and null for
 the other kinds. `time_features` computes features of the request's time.
 
-Shapes: `N` candidates, `F` features, `n` features of one kind.
+Shapes: `N` candidates, `F` features, `n` counts of one kind of key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -66,46 +66,15 @@ def time_features(time: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True)
-class CountTable:
-    """The features of all keys of one kind: items, queries or pairs."""
-
-    feature_index: NDArray[np.int64]
-    """(n,) index of each column among the F features."""
-    values: Floats
-    """(rows + 1, n) features; the last row holds the values of keys without events."""
-
-    @classmethod
-    def from_table(
-        cls,
-        table: pa.Table,
-        names: Sequence[str],
-        features: Sequence[str],
-        never: Mapping[str, float],
-    ) -> Self:
-        """Read the counts of one kind of key.
-
-        Args:
-            table: Rows of the keys of this kind.
-            names: (n,) features of this kind.
-            features: (F,) features of the model.
-            never: Value of each feature for a key without events.
-        """
-        columns = [
-            np.append(table[name].to_numpy(), np.float32(never[name])) for name in names
-        ]
-        values = np.stack(columns, 1) if columns else np.zeros((len(table) + 1, 0))
-        return cls(
-            np.array([features.index(name) for name in names], np.int64),
-            values.astype(np.float32),
-        )
-
-
-@dataclass(frozen=True)
 class Counts:
     """Counts of items, queries and pairs as of one time (see the module)."""
 
-    tables: dict[str, CountTable]
-    """Features by kind of key: `item`, `query` and `pair`."""
+    feature_index: dict[str, list[int]]
+    """(n,) index of each count among the F features, by kind of key: `item`, `query`
+    and `pair`."""
+    values: dict[str, Floats]
+    """(rows + 1, n) counts by kind of key; the last row holds the values of keys
+    without events."""
     row_by_item: dict[str, int]
     """Row of each item id."""
     row_by_query: dict[str, int]
@@ -146,13 +115,17 @@ class Counts:
             "query": query_rows,
             "pair": pair_rows.take(pa.array(order)),
         }
+        feature_index, values = {}, {}
+        for kind, rows in rows_by_kind.items():
+            names = info.features[kind]
+            counted = np.zeros((len(rows) + 1, len(names)), np.float32)
+            for column, name in enumerate(names):
+                counted[:, column] = np.append(rows[name].to_numpy(), info.never[name])
+            feature_index[kind] = [model.features.index(name) for name in names]
+            values[kind] = counted
         return cls(
-            tables={
-                kind: CountTable.from_table(
-                    rows, info.features[kind], model.features, info.never
-                )
-                for kind, rows in rows_by_kind.items()
-            },
+            feature_index=feature_index,
+            values=values,
             row_by_item=_row_by_value(item_rows["item_id"]),
             row_by_query=_row_by_value(query_rows["query"]),
             pairs=key[order],
@@ -179,8 +152,7 @@ class Counts:
             "pair": np.where(is_counted, pair_row, -1),
         }
         for kind, row in rows.items():
-            table = self.tables[kind]
-            vectors[:, table.feature_index] = table.values[row]
+            vectors[:, self.feature_index[kind]] = self.values[kind][row]
 
 
 def _find_rows(values: pa.ChunkedArray, keys: pa.ChunkedArray) -> NDArray[np.int64]:

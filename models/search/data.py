@@ -1,9 +1,7 @@
 """Examples and batches of a search log.
 
-    catalogue = SearchCatalogue.load("tables", "text")
-    dataset = SearchDataset.load(
-        sequences, "train", unit="user", max_history=100, text=catalogue.text
-    )
+    options = SearchOptions(text=catalogue.text)
+    dataset = SearchDataset.load(sequences, "train", "user", 100, options)
     for batch in dataset.epoch(100, seed=1, epoch=0): ...
 
 An example is a history with all requests that it serves, so that one encoder pass
@@ -18,8 +16,8 @@ Shapes: `B` rows, `T` behaviours, `R` requests, `N` candidates, `Q` distinct que
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -46,12 +44,11 @@ from models.dataset.dataset import RequestDataset
 from models.dataset.encoding import (
     PAD,
     decode_splits,
-    hash_strings,
     request_columns,
     request_number,
     to_tensor,
 )
-from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
+from models.search.catalogue import NO_QUERY, SearchText
 
 MAX_REQUESTS = 64
 """Maximum number of requests of an example, which bounds the size of a batch."""
@@ -76,8 +73,6 @@ class SearchBatch(Batch):
     history_new: Tensor = axes("B")
     """(B,) int64 position of the first behaviour that no earlier example of the user
     learns."""
-    user: Tensor = axes("B")
-    """(B,) int64 hash of the user's id."""
     user_row: Tensor = axes("B")
     """(B,) int64 table row of the user."""
     request_row: Tensor = axes("R")
@@ -120,6 +115,92 @@ class SearchBatch(Batch):
     read it."""
 
 
+def decode_sequences(table: pa.Table, info: SearchInfo) -> Columns:
+    """Decode one part of the sequences of a search log.
+
+    Returns:
+        Columns by user: `behaviours_per_user` and `requests_per_user`. By behaviour:
+        `item`, `time`, `query` and `history_features`. By request: `history_end`,
+        `split`, `request_query`, `request_time` and `candidates_per_request`. By
+        candidate: `candidate`, `position`, `labels` and `features`.
+    """
+    item_lists = table["item_index"].combine_chunks()
+    items = item_lists.flatten().to_numpy()
+    request_lists = table["requests"].combine_chunks()
+    requests = request_lists.flatten()
+    candidate_lists = pc.struct_field(requests, "candidates")
+    candidates = candidate_lists.flatten().to_numpy()
+
+    def by_behaviour(name: str) -> pa.Array:
+        return table[name].combine_chunks().flatten()
+
+    def by_request(name: str) -> NDArray:
+        return pc.struct_field(requests, name).to_numpy()
+
+    def by_candidate(name: str) -> pa.Array:
+        return pc.struct_field(requests, name).flatten()
+
+    history_vectors = by_behaviour("features").flatten().to_numpy()
+    num_features = len(info.features)
+    history_features = _join_custom_features(
+        history_vectors.reshape(len(items), num_features),
+        info.custom,
+        {name: by_behaviour(name) for name in info.custom.names},
+    )
+    vectors = by_candidate("features").to_numpy()
+    features = _join_custom_features(
+        vectors.reshape(len(candidates), num_features),
+        info.custom,
+        {name: by_candidate(name) for name in info.custom.names},
+    )
+    label_columns = [by_candidate(f"label_{name}") for name in info.labels]
+    return {
+        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
+        "requests_per_user": pc.list_value_length(request_lists).to_numpy(),
+        "item": items,
+        "time": by_behaviour("timestamp_ms").to_numpy(),
+        "query": by_behaviour("query_index").to_numpy().astype(np.int32),
+        "history_features": history_features,
+        "history_end": by_request("history_end").astype(np.int32),
+        "split": decode_splits(pc.struct_field(requests, "split")),
+        "request_query": by_request("query_index").astype(np.int32),
+        "request_time": by_request("timestamp_ms"),
+        "candidates_per_request": pc.list_value_length(candidate_lists).to_numpy(),
+        "candidate": candidates,
+        "position": by_candidate("positions").to_numpy(),
+        "labels": np.stack(
+            [column.to_numpy(zero_copy_only=False) for column in label_columns], 1
+        ),
+        "features": features,
+    }
+
+
+def _join_custom_features(
+    vectors: NDArray, custom_features: CustomFeatures, columns: dict[str, pa.Array]
+) -> NDArray[np.float32]:
+    """Append custom features to the feature vectors (n, F) of the table."""
+    features = vectors.astype(np.float32, copy=False)
+    if not custom_features.names:
+        return features
+    custom = read_features(custom_features, columns, len(vectors))
+    return np.concatenate([features, custom], 1)
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of a dataset of searches."""
+
+    text: SearchText = SearchText.empty(0, 0)
+    """Text vectors of batches; of width 0 for models that read no text."""
+    window_overlap: float = 0.75
+    """Minimum share of `max_history` that training reads before a request with a
+    longer history."""
+    batch_unit: str = "requests"
+    """Unit of the size of a training batch: `requests` or `users` (examples)."""
+    reads_history_queries: bool = False
+    """Whether batches have the text of behaviours' queries too."""
+
+
 class SearchDataset(RequestDataset):
     """The requests of one split, in examples that share a history.
 
@@ -138,14 +219,8 @@ class SearchDataset(RequestDataset):
     """
 
     kind = "search"
-    info_class = SearchInfo
-    default_unit = "user"
-    default_max_history = 1000
-    window_overlap: float = 0.75
-    """Minimum share of `max_history` that training reads before a request with a
-    longer history."""
-    batch_unit: str = "requests"
-    """Unit of the size of a training batch: `requests` or `users` (examples)."""
+    decode = staticmethod(decode_sequences)
+    options: SearchOptions
 
     requests: NDArray[np.int64]
     """(m,) index of each request of the split in the columns."""
@@ -158,26 +233,12 @@ class SearchDataset(RequestDataset):
     first_new: NDArray[np.int64]
     """(n,) position of the first behaviour that no earlier example learns; at least 1,
     since no behaviour precedes the first one."""
-    text: SearchText = SearchText.empty(0, 0)
-    """Text vectors of batches; of width 0 for models that read no text."""
-    reads_history_queries: bool = False
-    """Whether batches have the text of behaviours' queries too."""
-
-    @classmethod
-    def dataset_options(cls, config: Any, catalogue: SearchCatalogue) -> dict[str, Any]:
-        """Return options from the model's config, and the text of the catalogue."""
-        return {
-            "window_overlap": config.window_overlap,
-            "batch_unit": config.batch_unit,
-            "text": catalogue.text,
-            "reads_history_queries": config.reads_history_queries,
-        }
 
     @classmethod
     def parquet_columns(cls, info: SearchInfo) -> list[str]:
         """Return the columns to read, including labels and custom features."""
         labels = [f"label_{name}" for name in info.labels]
-        by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
+        by_user = ["item_index", "timestamp_ms", "query_index", "features"]
         by_request = [
             "timestamp_ms",
             "query_index",
@@ -189,16 +250,6 @@ class SearchDataset(RequestDataset):
         ]
         requests = request_columns(*by_request, *labels, *info.custom.names)
         return [*by_user, *info.custom.names, *requests]
-
-    @classmethod
-    def decode(cls, table: pa.Table, info: SearchInfo) -> Columns:
-        """Decode one part of the table (`decode_sequences`)."""
-        return decode_sequences(table, info)
-
-    @classmethod
-    def decoder_settings(cls, info: SearchInfo) -> Any:
-        """Return the entries of the info that `decode` depends on."""
-        return [info.labels, info.features, asdict(info.custom)]
 
     def _plan(self) -> None:
         """Group the requests of the split into examples."""
@@ -222,7 +273,7 @@ class SearchDataset(RequestDataset):
         self.first = np.append(first, len(requests))
         self.lengths = self.end - self.begin
         self.first_new = self._first_new()
-        counts_requests = self.batch_unit == "requests" or self.split != "train"
+        counts_requests = self.options.batch_unit == "requests" or self.split != "train"
         requests_per_example = np.diff(self.first)
         self.weights = (
             requests_per_example if counts_requests else np.ones(len(first), np.int8)
@@ -232,7 +283,7 @@ class SearchDataset(RequestDataset):
         """Return the first behaviour of the window that serves each request."""
         stride = 1
         if self.unit == "user":
-            stride = max(1, int(self.max_history * (1 - self.window_overlap)))
+            stride = max(1, int(self.max_history * (1 - self.options.window_overlap)))
         excess = np.maximum(end - self.max_history, 0)
         return (excess + stride - 1) // stride * stride
 
@@ -268,9 +319,9 @@ class SearchDataset(RequestDataset):
         item = columns["candidate"][candidate]
         request_query = columns["request_query"][request]
         request_end = columns["history_end"][request] - np.repeat(begin, count)
-        text = self.text.collate(
+        text = self.options.text.collate(
             history,
-            history_query if self.reads_history_queries else None,
+            history_query if self.options.reads_history_queries else None,
             request_query,
             item,
             num_candidates,
@@ -282,7 +333,6 @@ class SearchDataset(RequestDataset):
             history_features=torch.from_numpy(history_features),
             history_length=to_tensor(self.lengths[rows]),
             history_new=to_tensor(self.first_new[rows]),
-            user=to_tensor(columns["user_hash"][user]),
             user_row=to_tensor(user),
             request_row=to_tensor(row_numbers(count)),
             request_end=to_tensor(request_end),
@@ -320,76 +370,3 @@ def _limit_runs(
     index = np.arange(total)
     run_start = np.maximum.accumulate(np.where(is_start, index, 0))  # of each value
     return np.flatnonzero((index - run_start) % longest == 0)
-
-
-def decode_sequences(table: pa.Table, info: SearchInfo) -> Columns:
-    """Decode one part of the sequences of a search log.
-
-    Returns:
-        Columns by user: `behaviours_per_user`, `requests_per_user` and `user_hash`. By
-        behaviour: `item`, `time`, `query` and `history_features`. By request:
-        `history_end`, `split`, `request_query`, `request_time` and
-        `candidates_per_request`. By candidate: `candidate`, `position`, `labels` and
-        `features`.
-    """
-    item_lists = table["item_index"].combine_chunks()
-    items = item_lists.flatten().to_numpy()
-    request_lists = table["requests"].combine_chunks()
-    requests = request_lists.flatten()
-    candidate_lists = pc.struct_field(requests, "candidates")
-    candidates = candidate_lists.flatten().to_numpy()
-
-    def by_behaviour(name: str) -> pa.Array:
-        return table[name].combine_chunks().flatten()
-
-    def by_request(name: str) -> NDArray:
-        return pc.struct_field(requests, name).to_numpy()
-
-    def by_candidate(name: str) -> pa.Array:
-        return pc.struct_field(requests, name).flatten()
-
-    history_vectors = by_behaviour("features").flatten().to_numpy()
-    num_features = len(info.features)
-    history_features = _join_custom_features(
-        history_vectors.reshape(len(items), num_features),
-        info.custom,
-        {name: by_behaviour(name) for name in info.custom.names},
-    )
-    vectors = by_candidate("features").to_numpy()
-    features = _join_custom_features(
-        vectors.reshape(len(candidates), num_features),
-        info.custom,
-        {name: by_candidate(name) for name in info.custom.names},
-    )
-    label_columns = [by_candidate(f"label_{name}") for name in info.labels]
-    return {
-        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
-        "requests_per_user": pc.list_value_length(request_lists).to_numpy(),
-        "user_hash": hash_strings(table["user_id"].combine_chunks()),
-        "item": items,
-        "time": by_behaviour("timestamp_ms").to_numpy(),
-        "query": by_behaviour("query_index").to_numpy().astype(np.int32),
-        "history_features": history_features,
-        "history_end": by_request("history_end").astype(np.int32),
-        "split": decode_splits(pc.struct_field(requests, "split")),
-        "request_query": by_request("query_index").astype(np.int32),
-        "request_time": by_request("timestamp_ms"),
-        "candidates_per_request": pc.list_value_length(candidate_lists).to_numpy(),
-        "candidate": candidates,
-        "position": by_candidate("positions").to_numpy(),
-        "labels": np.stack(
-            [column.to_numpy(zero_copy_only=False) for column in label_columns], 1
-        ),
-        "features": features,
-    }
-
-
-def _join_custom_features(
-    vectors: NDArray, custom_features: CustomFeatures, columns: dict[str, pa.Array]
-) -> NDArray[np.float32]:
-    """Append custom features to the feature vectors (n, F) of the table."""
-    features = vectors.astype(np.float32, copy=False)
-    if not custom_features.names:
-        return features
-    custom = read_features(custom_features, columns, len(vectors))
-    return np.concatenate([features, custom], 1)

@@ -5,6 +5,7 @@ Shapes: `B` users, `T` positions, `D` width.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.errors import UserError
-from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, linear_recurrence
 from models.text.pretrained import load_encoder
 
@@ -41,51 +41,19 @@ class LinearHSTULayer(nn.Module):
         in_place = not torch.is_grad_enabled()
         return functional.silu(projected, inplace=in_place).chunk(4, -1)
 
-    def forward(self, h: Tensor) -> Tensor:
-        """Return the states (B, T, D) of all positions of `h` (B, T, D)."""
+    def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
+        """Return the states (B, T, D) of `h` (B, T, D); `times` are ignored."""
         q, k, v, u = self.projections(h)
         c = linear_recurrence(k * v, self.decay())  # (B, T, D): Eq. 7 and 8
         return h + functional.dropout(q * c * u, self.dropout, self.training)
 
 
-class LinearHSTUEncoder(nn.Module):
-    """A stack of Linear HSTU layers."""
+class LayerStack(nn.Module):
+    """A stack of causal layers. Padding must be on the right."""
 
-    def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            LinearHSTULayer(width, dropout) for _ in range(num_layers)
-        )
-
-    def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
-        """Return the states (B, T, D) of `h` (B, T, D); `times` are ignored.
-
-        Padding must be on the right, where no real position reads it.
-        """
-        for layer in self.layers:
-            h = layer(h)
-        return h
-
-
-class HSTUEncoder(nn.Module):
-    """A stack of HSTU layers with biases by relative position and time difference.
-
-    Args:
-        width: Width D of the states.
-        num_layers: Number of layers.
-        heads: Attention heads of a layer.
-        length: Maximum number of positions T.
-        dropout: Dropout probability of a layer's output.
-    """
-
-    def __init__(
-        self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            HSTULayer(width, heads, length, relative=True, dropout=dropout)
-            for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
         """Return the states (B, T, D) of `h` (B, T, D) at `times` (B, T) in ms."""
@@ -142,11 +110,7 @@ class CausalBert(nn.Module):
 
 def pretrained_sizes(path: str) -> dict[str, Any]:
     """Return the sizes of the pretrained BERT at `path`, as options of QGS."""
-    return bert_sizes(load_pretrained(path).config)
-
-
-def bert_sizes(config: Any) -> dict[str, Any]:
-    """Return the sizes of a BERT config, as options of QGS."""
+    config = load_pretrained(path).config
     return {
         "width": config.hidden_size,
         "num_layers": config.num_hidden_layers,
@@ -179,12 +143,6 @@ def copy_pretrained(encoder: CausalBert, path: str) -> None:
         path: Folder or name of the pretrained BERT, or `minilm`.
     """
     bert, pretrained = encoder.bert, load_pretrained(path)
-    model_sizes = bert_sizes(bert.config)
-    source_sizes = bert_sizes(pretrained.config)
-    if model_sizes != source_sizes:
-        raise UserError(
-            f"the BERT at {path} has {source_sizes}, the model has {model_sizes}"
-        )
     bert.encoder.load_state_dict(pretrained.encoder.state_dict())
     length = bert.config.max_position_embeddings
     positions = pretrained.embeddings.position_embeddings.weight

@@ -6,8 +6,6 @@ Shapes: `W` width of the encoder's text, `E` width of the reduced text, `F` feat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -100,18 +98,3 @@ class FeatureScaler(Standardised):
         built_in = features[..., : len(self.mean)]
         custom_features = features[..., len(self.mean) :]
         return torch.cat([super().forward(built_in), self.own(custom_features)], -1)
-
-
-def feature_groups(
-    columns: Sequence[str], declared: Mapping[str, Collection[str]]
-) -> dict[str, list[int]]:
-    """Return the indices of the columns of each group of features.
-
-    Args:
-        columns: (O,) name of the feature of each column.
-        declared: Names of the features of each group.
-    """
-    return {
-        group: [i for i, name in enumerate(columns) if name in members]
-        for group, members in declared.items()
-    }

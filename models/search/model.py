@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from core.schemas import Inputs, SearchInfo
+from core.schemas import SearchInfo
 from models.model import Model, Ranked
 from models.search import metrics
-from models.search.catalogue import TABLES, SearchCatalogue
-from models.search.data import SearchBatch, SearchDataset
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch, SearchDataset, SearchOptions
 from models.search.requests import SearchRequests
 
 
@@ -25,7 +25,7 @@ class SearchModel(Model):
     kind = "search"
     dataset_class = SearchDataset
     requests_class = SearchRequests
-    catalogue_tables = TABLES
+    catalogue_class = SearchCatalogue
     extra_inputs: ClassVar[Mapping[str, bool]] = {"text": True}
     ranks: ClassVar[Ranked] = "candidates"
     metrics_module: ClassVar[ModuleType] = metrics
@@ -36,20 +36,15 @@ class SearchModel(Model):
     reads_position: bool = False
     """Whether training reads the position at which a candidate was shown."""
 
-    @classmethod
-    def load_catalogue(
-        cls,
-        inputs: Inputs,
-        *,
-        scales: Mapping[str, Any] | None = None,
-        manifest_only: bool = False,
-    ) -> SearchCatalogue:
-        """Load the catalogue, without the features' scale if `manifest_only`."""
-        return SearchCatalogue.load(
-            inputs.tables,
-            inputs.text,
-            measure_features=not manifest_only,
-            scales=scales,
+    reads_times: bool = False
+    """Whether the model reads the times of behaviours."""
+    reads_history_queries: bool = False
+    """Whether the model reads the text of behaviours' queries or pairs."""
+
+    def dataset_options(self, catalogue: SearchCatalogue) -> SearchOptions:
+        """Return options of the dataset."""
+        return SearchOptions(
+            catalogue.text, reads_history_queries=self.reads_history_queries
         )
 
     @classmethod

@@ -33,12 +33,13 @@ from torch.nn import functional
 from core.errors import UserError
 from core.options import STRICT
 from models.label_loss import label_loss
+from models.layers.hstu import HSTULayer
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.encoders import (
     CausalBert,
-    HSTUEncoder,
-    LinearHSTUEncoder,
+    LayerStack,
+    LinearHSTULayer,
     copy_pretrained,
     pretrained_sizes,
 )
@@ -91,16 +92,6 @@ class QGSConfig(RankerConfig):
     match: bool = False
     """Whether the towers also read the cosine similarity of the predicted next item and
     the candidate's document (not part of the paper); requires `next_item: document`."""
-
-    @property
-    def reads_times(self) -> bool:
-        """Whether the encoder is `hstu`, which has biases by time difference."""
-        return self.encoder == "hstu"
-
-    @property
-    def reads_history_queries(self) -> bool:
-        """Whether tokens or the prediction head read behaviours' query text."""
-        return self.token == "pair" or self.query_condition != "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,6 +153,10 @@ class QGS(Ranker):
                 "condition, as in the paper",
                 stacklevel=2,
             )
+        self.reads_times = config.encoder == "hstu"  # biases by time difference
+        self.reads_history_queries = (
+            config.token == "pair" or config.query_condition != "none"
+        )
         num_features = len(self.scale.columns) if config.context_features else 0
         token_width = num_features + config.text_width
         self.project = nn.Linear(token_width, config.width)  # W_proj of Eq. 2
@@ -359,24 +354,15 @@ class QGS(Ranker):
 
 def build_encoder(config: QGSConfig) -> nn.Module:
     """Build the encoder of behaviours that the config selects."""
-    if config.encoder == "linear_hstu":
-        return LinearHSTUEncoder(config.width, config.num_layers, config.dropout)
-    if config.encoder == "hstu":
-        return HSTUEncoder(
-            config.width,
-            config.num_layers,
-            config.num_heads,
-            config.max_history,
-            config.dropout,
-        )
-    # transformer
-    return CausalBert(
-        config.width,
-        config.num_layers,
-        config.num_heads,
-        config.ffn,
-        config.max_history,
-        config.dropout,
+    width, heads, dropout = config.width, config.num_heads, config.dropout
+    length = config.max_history
+    if config.encoder == "transformer":
+        return CausalBert(width, config.num_layers, heads, config.ffn, length, dropout)
+    return LayerStack(
+        LinearHSTULayer(width, dropout)
+        if config.encoder == "linear_hstu"
+        else HSTULayer(width, heads, length, relative=True, dropout=dropout)
+        for _ in range(config.num_layers)
     )
 
 

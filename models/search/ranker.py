@@ -9,6 +9,7 @@ Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` g
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -27,11 +28,10 @@ from models.label_loss import (
 )
 from models.layers.hstu import HSTULayer
 from models.search.catalogue import NO_QUERY, SearchCatalogue
-from models.search.data import SearchBatch
+from models.search.data import SearchBatch, SearchOptions
 from models.search.inputs import (
     FeatureScaler,
     TextProjection,
-    feature_groups,
 )
 from models.search.model import SearchModel
 from models.search.position import Mode, Position
@@ -78,16 +78,6 @@ class RankerConfig(LabelOptions):
     embedding of unknown values is trained."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
-
-    @property
-    def reads_times(self) -> bool:
-        """Whether the model reads the times of behaviours."""
-        return False
-
-    @property
-    def reads_history_queries(self) -> bool:
-        """Whether the model reads the text of behaviours' queries or pairs."""
-        return False
 
 
 class HFGAttention(nn.Module):
@@ -181,7 +171,10 @@ class Ranker(SearchModel):
             nn.Linear(config.dnn_width, config.dnn_width),
             nn.ReLU(),
         )
-        groups = list(feature_groups(self.scale.columns, catalogue.groups).values())
+        groups = [
+            [i for i, name in enumerate(self.scale.columns) if name in members]
+            for members in catalogue.groups.values()
+        ]
         self.group_sizes = [len(group) for group in groups]
         by_group = torch.tensor(list(itertools.chain(*groups)), dtype=torch.long)
         self.register_buffer("by_group", by_group, persistent=False)
@@ -202,6 +195,14 @@ class Ranker(SearchModel):
                 nn.Linear(config.tower_width, 1),
             )
             for _ in self.labels
+        )
+
+    def dataset_options(self, catalogue: SearchCatalogue) -> SearchOptions:
+        """Return options of the dataset, which are partly those of the model."""
+        return replace(
+            super().dataset_options(catalogue),
+            window_overlap=self.config.window_overlap,
+            batch_unit=self.config.batch_unit,
         )
 
     def rank(

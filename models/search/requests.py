@@ -13,7 +13,7 @@ Shapes: `F` features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from models.requests import (
     custom_schema,
     fill_missing,
 )
-from models.search.catalogue import SearchCatalogue
+from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.counts import HOURS, Counts, time_features
 from models.search.data import SearchBatch
 from models.search.request_text import RequestText
@@ -69,7 +69,7 @@ class SearchRequests(Requests):
         settings: SearchSettings,
     ) -> None:
         super().__init__(folder, model, catalogue, settings)
-        self.mean, self.config = model.scale.mean.numpy(), model.config
+        self.mean = model.scale.mean.numpy()
         queries: list[str] = []
         if catalogue.num_queries:
             table = catalogue.versions["queries"].read()
@@ -97,18 +97,23 @@ class SearchRequests(Requests):
         names = {"labels": info.labels, "features": info.features}
         return super().list_names(info) | names
 
-    def to_row(self, request: SearchRequest) -> dict[str, Any]:
-        """Return a row of `sequences`, with the text of queries as `query_index`.
+    def to_row(
+        self, request: SearchRequest, query_index: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Return a row of `sequences`.
 
         Candidates, and the latest behaviours, are left out if they are not in the
         catalogue.
+
+        Args:
+            request: The request.
+            query_index: Numbers of the queries of the batch.
         """
-        labels = self.info.labels
         scored = self.find_candidates(request)
         past = [i for i, item in enumerate(request.history) if item in self.index]
         past = past[-self.max_history :]
         times = request.history_time_ms or [None] * len(request.history)
-        if self.config.reads_times and None in times:
+        if self.model.reads_times and None in times:
             raise UserError(
                 "history_time_ms is missing, and the model reads the time of each "
                 "behaviour"
@@ -116,26 +121,25 @@ class SearchRequests(Requests):
         queries = request.history_query or [""] * len(request.history)
         mean = np.tile(self.mean, (len(request.history), 1))
         vectors = fill_missing("history_features", request.history_features, mean)
-        candidates = [self.index[request.candidates[i]] for i in scored]
-        history = [self.index[request.history[i]] for i in past]
+        labels = {f"label_{name}": [False] * len(scored) for name in self.info.labels}
         return {
             "user_id": "",
-            "item_index": history,
+            "item_index": [self.index[request.history[i]] for i in past],
             "timestamp_ms": [times[i] or 0 for i in past],
-            "query_index": [queries[i] for i in past],
+            "query_index": [query_index.get(queries[i] or "", NO_QUERY) for i in past],
             "features": list(vectors[past]),
-            **self._custom_columns(request, "history_", past, history),
+            **self._custom_columns(request, "history_", past),
             "requests": [
                 {
                     "timestamp_ms": 0,
-                    "query_index": request.query,
+                    "query_index": query_index.get(request.query or "", NO_QUERY),
                     "history_end": len(past),
                     "split": "test",
-                    "candidates": candidates,
+                    "candidates": [self.index[request.candidates[i]] for i in scored],
                     "positions": [0] * len(scored),
                     "features": self._fill_features(request)[scored].ravel(),
-                    **{f"label_{name}": [False] * len(scored) for name in labels},
-                    **self._custom_columns(request, "", scored, candidates),
+                    **labels,
+                    **self._custom_columns(request, "", scored),
                 }
             ],
         }
@@ -151,17 +155,33 @@ class SearchRequests(Requests):
         return fill_missing("features", request.features, default)
 
     def _custom_columns(
-        self, request: SearchRequest, prefix: str, index: list[int], items: list[int]
+        self, request: SearchRequest, prefix: str, selected: list[int]
     ) -> dict[str, list[Any]]:
         """Return custom features, those of items from the catalogue if left out."""
-        rows = self.item_features.take(pa.array(items, pa.int64()))
-        defaults = rows.to_pydict()
-        return request.custom_columns(self.info.custom, prefix, index, defaults)
+        items = request.history if prefix else request.candidates
+        rows = pa.array([self.index.get(item) for item in items], pa.int64())
+        defaults = self.item_features.take(rows).to_pydict()
+        columns = request.custom_columns(self.info.custom, prefix, defaults)
+        return {name: [values[i] for i in selected] for name, values in columns.items()}
 
     def collate(
         self, requests: Sequence[SearchRequest], max_history: int
     ) -> SearchBatch:
         """Return the batch of requests; each distinct query is encoded once."""
-        rows = [self.to_row(request) for request in requests]
-        text = self.text.index_queries(rows, self.config.reads_history_queries)
+        texts: list[str | None] = []
+        for request in requests:
+            texts += [request.query, *(request.history_query or ())]
+        query_index = self.text.index_queries(texts)
+        rows = [self.to_row(request, query_index) for request in requests]
+        # pairs that the model reads
+        items: list[int] = []
+        queries: list[int] = []
+        for row in rows:
+            (search,) = row["requests"]
+            items += search["candidates"]
+            queries += [search["query_index"]] * len(search["candidates"])
+            if self.model.reads_history_queries:
+                items += row["item_index"]
+                queries += row["query_index"]
+        text = self.text.select(list(query_index), items, queries)
         return self.collate_rows(rows, max_history, text=text)

@@ -266,28 +266,26 @@ def read(uri: str | Path) -> Checkpoint:
     return metadata
 
 
-def verify_file(folder: Path, name: str, uri: str | Path) -> Path:
-    """Verify the hash of a file of a checkpoint, and return the path of the file.
-
-    Args:
-        folder: Local copy of the checkpoint.
-        name: Name of the file.
-        uri: Path or URI of the checkpoint.
-    """
-    expected = read(uri).sha256.get(name, "nothing")
-    actual = _hash(folder / name)
-    if actual != expected:
-        raise UserError(
-            f"{uri}/{name} is damaged: its SHA-256 is {actual[:12]}, {CONFIG} says "
-            f"{expected[:12]}"
-        )
-    return folder / name
+@contextmanager
+def verified(uri: str | Path, name: str) -> Iterator[Path]:
+    """Provide a file of a checkpoint as a local path, after its hash is verified."""
+    expected = read(uri).sha256.get(name)
+    if not expected:
+        raise UserError(f"{uri} holds no {name}")
+    with local(uri) as folder:
+        actual = _hash(folder / name)
+        if actual != expected:
+            raise UserError(
+                f"{uri}/{name} is damaged: its SHA-256 is {actual[:12]}, {CONFIG} says "
+                f"{expected[:12]}"
+            )
+        yield folder / name
 
 
 def weights_hash(uri: str) -> str:
     """Verify and return the SHA-256 of the weights of a checkpoint."""
-    with local(uri) as folder:
-        return _hash(verify_file(folder, WEIGHTS, uri))
+    with verified(uri, WEIGHTS):
+        return read(uri).sha256[WEIGHTS]
 
 
 def is_extended(
@@ -357,14 +355,14 @@ def check(
 
 def load_weights(model: nn.Module, uri: str | Path) -> None:
     """Load the weights of a checkpoint into a model with the same shapes."""
-    with local(uri) as folder:
+    with verified(uri, WEIGHTS) as path:
         try:
-            safetensors.torch.load_model(model, str(verify_file(folder, WEIGHTS, uri)))
-            check_finite(model, uri)
+            safetensors.torch.load_model(model, str(path))
         except RuntimeError as error:
             raise UserError(
                 f"{uri} does not fit the model: {one_line(error)}"
             ) from error
+    check_finite(model, uri)
 
 
 def check_finite(model: nn.Module, uri: str | Path) -> None:
@@ -384,10 +382,5 @@ def check_finite(model: nn.Module, uri: str | Path) -> None:
 
 def load_state(uri: str | Path) -> dict[str, Any]:
     """Load the state from which `fit` resumes."""
-    with local(uri) as folder:
-        if not (folder / STATE).exists():
-            raise UserError(
-                f"{uri} holds no {STATE}, so training cannot resume from it"
-            )
-        path = verify_file(folder, STATE, uri)
+    with verified(uri, STATE) as path:
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -104,7 +104,7 @@ class TokenizerPaths:
 
 def find_train_items(sequences: Table[RetrievalInfo]) -> np.ndarray:
     """Return the items (n,) of training requests and their histories, ascending."""
-    return data.RetrievalDataset.load(sequences, "train").visited_items()
+    return data.RetrievalDataset.load(sequences, "train", "request", 1).visited_items
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.recommend import required_history
 from models.training.fit_config import FitConfig
-from models.training_run import TrainingRun, resolve_training
+from models.training_run import TrainingRun
 from pipelines.evaluation.record import pop_per_user
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
@@ -58,21 +58,14 @@ def measure_baselines(
     baselines: list[list[Baseline]] = [[] for _ in rankings]
     for name in registry.find_baselines(registry.find(model).kind):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
-        config, model_inputs = resolve_training(
-            registry.find(name).config_class(name=name), fit, inputs
-        )
-        run = TrainingRun.build(config, fit, model_inputs)
+        config = registry.find(name).config_class(name=name)
+        run = TrainingRun.build(config, fit, inputs)
         run.fit_in_one_pass()
         baseline, sequences = run.model, run.catalogue.versions["sequences"]
         stride = sampling_stride(sequences.rows)
         for options, ranking_baselines in zip(rankings, baselines, strict=True):
-            examples = baseline.dataset_class.load(
-                sequences,
-                split,
-                unit=baseline.eval_unit,
-                max_history=required_history(config.max_history, options),
-                **baseline.dataset_class.dataset_options(config, run.catalogue),
-            )
+            history = required_history(config.max_history, options)
+            examples = baseline.load_examples(run.catalogue, split, max_history=history)
             sums = measure_examples(
                 baseline,
                 examples,

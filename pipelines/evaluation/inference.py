@@ -196,7 +196,7 @@ class Inference:
         items = self.tables["items"].read(["item_id"])
         self.items = items["item_id"].combine_chunks()
         self.examples = self.load_examples()
-        self.user_rows = self.examples.user_rows(self.examples.rows())
+        self.user_rows = self.examples.user[self.examples.rows()]
         self.file = -1
 
     def __call__(self, block: dict[str, NDArray]) -> dict[str, NDArray]:
@@ -264,7 +264,7 @@ class Inference:
 
     def load_examples(self) -> RequestDataset:
         """Load the requests to rank."""
-        return self.loaded.load_examples(self.task.split)
+        return self.model.load_examples(self.loaded.catalogue, self.task.split)
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Rank for a batch.
@@ -293,7 +293,9 @@ class UserInference(Inference):
     def load_examples(self) -> RequestDataset:
         """Load the requests, with histories as long as the options need."""
         max_history = required_history(self.model.config.max_history, self.recommend)
-        return self.loaded.load_examples(self.task.split, max_history=max_history)
+        return self.model.load_examples(
+            self.loaded.catalogue, self.task.split, max_history=max_history
+        )
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Return user rows (B,), items (B, K) and scores (B, K)."""
@@ -547,7 +549,9 @@ def choose_schema(
         return RANKED_REQUESTS
     model_class = registry.find(name)
     labels = model_class.describe_requests(sequences.info)["labels"]
-    return scores_schema(labels, "queries" in model_class.catalogue_tables["tables"])
+    return scores_schema(
+        labels, "queries" in model_class.catalogue_class.tables["tables"]
+    )
 
 
 def cut_units(

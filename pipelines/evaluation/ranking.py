@@ -148,7 +148,8 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
     device = resolve_device(task.workers.device)
     loaded = LoadedModel.load(task.uri, task.inputs, device)
     history = required_history(loaded.model.config.max_history, task.options)
-    examples = loaded.load_examples(
+    examples = loaded.model.load_examples(
+        loaded.catalogue,
         task.split,
         max_history=history,
         rank=rank,
@@ -214,13 +215,8 @@ def count_trained_items(loaded: LoadedModel, rank: int, world: int) -> torch.Ten
     Returns:
         (N,) counts.
     """
-    train: Any = loaded.model.dataset_class.load(
-        loaded.catalogue.versions["sequences"],
-        "train",
-        unit="behaviour",
-        max_history=1,
-        rank=rank,
-        world=world,
+    train = loaded.model.load_examples(
+        loaded.catalogue, "train", "behaviour", rank=rank, world=world
     )
     targets = train.targets[train.evaluation_rows()]
     counts = np.bincount(targets, minlength=loaded.catalogue.num_items)

@@ -160,7 +160,7 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     name = checkpoint.read(uri).name
     model_class = registry.find(name)
     inputs = inputs.select(name, model_class.extra_inputs)
-    tables = model_class.catalogue_tables
+    tables = model_class.catalogue_class.tables
     (bundle / "checkpoint").mkdir(parents=True)
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):

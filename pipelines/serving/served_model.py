@@ -149,8 +149,8 @@ class ServedModel(PythonModel):
             if Path(folder, name).exists()
         }
         scales = saved.learned.get("scales")
-        catalogue = model_class.load_catalogue(
-            Inputs(**inputs), scales=scales, manifest_only=True
+        catalogue = model_class.catalogue_class.load(
+            Inputs(**inputs), scales, manifest_only=True
         )
         model, _ = load_model(f"{folder}/checkpoint", catalogue)
         self.device = torch.device(settings.device)

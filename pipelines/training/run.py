@@ -376,7 +376,7 @@ def finish_run(
     }
     logger.update(values, last.step)
     logger.tag(checkpoint=best_folder)
-    is_served = registry.find(best.name).logs_every_run
+    is_served = registry.find(best.name).ranks == "catalogue"
     if log_model and is_served and not logger.tags.get("model"):
         say("logging the model to MLflow")
         inputs = Inputs(**record.inputs)

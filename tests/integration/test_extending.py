@@ -390,7 +390,7 @@ def test_the_page_trains_a_model_in_python(
 
 def test_the_pages_check_of_a_decoder_passes(tmp_path: Path) -> None:
     tables, sids = training_tables.write_tables(tmp_path / "small")
-    catalogue = Catalogue.load(tables, sids)
+    catalogue = Catalogue.load(Inputs(tables, sids))
     backbone: Any = build_model(TINY_TIGER, catalogue).eval().backbone
     namespace: dict[str, Any] = {"__name__": "newest"}
     sys.modules["newest"] = types.ModuleType("newest")  # dataclasses look it up

@@ -38,12 +38,12 @@ from models.training import checkpoint
 from core.schemas import Inputs
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
-from models.training_run import TrainingRun, resolve_training
+from models.training_run import TrainingRun
 
 tables, folder = sys.argv[1:]
 config = build_model_config({"name": "sasrec", "dim": 8, "num_layers": 1})
 options = FitConfig(max_epochs=1, batch_size=4)
-config, inputs = resolve_training(config, options, Inputs(tables))
+inputs = Inputs(tables)
 run = TrainingRun.build(config, options, inputs)
 for event in fit(run.model, run.train, run.validate, run.fit):
     if event.stop:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from core.schemas import Inputs
 from models import registry
+from models.evaluation import measure_examples
 from models.metrics.ranking_metrics import Histogram
 from models.retrieval.distillation.teacher import TeacherConfig
 from models.training import checkpoint
@@ -254,10 +255,11 @@ def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
             assert isinstance(gradient, SimulatedTensor)
     else:
         run.fit_in_one_pass()
-    sums, count = run.validate(run.model)
+    measured = measure_examples(run.model, run.val, batch_size=8, device=run.device)
 
-    assert count
-    assert not any(isinstance(value, SimulatedTensor) for value in sums.values())
+    assert measured.num_examples
+    for value in measured.sums.values():
+        assert not isinstance(value, SimulatedTensor)
 
 
 @pytest.mark.parametrize(
@@ -272,12 +274,11 @@ def test_a_step_and_a_validation_in_bfloat16_are_finite(
     with autocast("bf16", run.device):
         loss = run.model.train()(next(first_epoch(run)))["loss"]
     loss.backward()
-    sums, count = run.validate(run.model)
+    measured = measure_examples(run.model, run.val, batch_size=8, device=run.device)
 
     assert bool(loss.isfinite())
     assert all(bool(gradient.isfinite().all()) for gradient in get_gradients(run.model))
-    assert count
-    for value in sums.values():
+    for value in measured.sums.values():
         if not isinstance(value, Histogram):
             assert bool(torch.as_tensor(value).isfinite().all())
 

@@ -124,14 +124,13 @@ def test_labels_and_later_events_change_no_score(
     tables = inputs[run.model.kind].tables
     other = str(shutil.copytree(tables, tmp_path / "tables"))
     change_sequences(other, change_future)
-    dataset = run.model.dataset_class
     examples = load_split(
-        dataset,
+        run.model.dataset_class,
         f"{other}/sequences",
         "val",
         unit=run.model.eval_unit,
         max_history=run.config.max_history,
-        **dataset.dataset_options(run.config, run.catalogue),
+        options=run.model.dataset_options(run.catalogue),
     )
     rows = range(len(run.val))
     assert len(examples) == len(rows)

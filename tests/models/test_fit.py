@@ -39,14 +39,13 @@ class Pairs(Batch):
 class Classifier(nn.Module):
     """A small model with dropout, tied weights and a loss."""
 
+    lr_multipliers = dict
+
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, 16)
         self.hidden = nn.Linear(16, 16)
         self.dropout = nn.Dropout(dropout)
-
-    def lr_multipliers(self) -> dict[str, float]:
-        return {}
 
     def forward(self, batch: Pairs) -> dict[str, Tensor]:
         hidden = torch.relu(self.hidden(self.embedding(batch.x)))
@@ -70,7 +69,7 @@ class Batches:
         return self.count
 
     def epoch(
-        self, batch_size: int = 8, *, epoch: int = 0, skip: int = 0, **options: object
+        self, *sizes: int, epoch: int = 0, skip: int = 0, **options: object
     ) -> Iterator[Pairs]:
         generator = torch.Generator().manual_seed(epoch)
         order = torch.randperm(self.size * self.count, generator=generator)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.files import join
+from core.schemas import Inputs
 from models import registry
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
@@ -31,11 +31,10 @@ from models.search.data import SearchDataset
 from models.training import loop
 from models.training.cuda_graphs import CudaGraphs
 from models.training.fit_config import FitConfig
-from models.training.loop import Interval, fit
+from models.training.loop import fit
 from models.training.optimizers import CapturableAdagrad
 from tests.fixtures import small_retrieval
 from tests.fixtures.actions_tables import write_actions
-from tests.fixtures.commands import load_split
 from tests.fixtures.search_tables import write_search
 from tests.models.test_devices import LC_REC, SIZES
 
@@ -108,14 +107,10 @@ def build_search_model(
     options = {"name": name, **SMALL_OPTIONS["search"], **options}
     if name != "base":
         options = {**TRANSFORMER_OPTIONS, **options}
-    catalogue = SearchCatalogue.load(*log)
+    catalogue = SearchCatalogue.load(Inputs(log[0], text=log[1]))
     torch.manual_seed(0)
     model = build_model(options, catalogue)
-    dataset_options = SearchDataset.dataset_options(model.config, catalogue)
-    uri = join(log[0], "sequences")
-    return model, load_split(
-        SearchDataset, uri, "train", max_history=8, **dataset_options
-    )
+    return model, model.load_examples(catalogue, "train", "user", 8)
 
 
 @pytest.fixture
@@ -222,17 +217,9 @@ def build_actions_model(
     """Build a small model of kind actions and its train examples."""
     options = {"name": name, **SMALL_OPTIONS["actions"], **options}
     torch.manual_seed(0)
-    catalogue = ActionsCatalogue.load(feed)
+    catalogue = ActionsCatalogue.load(Inputs(feed))
     model = build_model(options, catalogue)
-    examples = load_split(
-        ActionsDataset,
-        join(feed, "sequences"),
-        "train",
-        unit=model.example_unit,
-        max_history=10,
-        **ActionsDataset.dataset_options(model.config, catalogue),
-    )
-    return model, examples
+    return model, model.load_examples(catalogue, "train", model.example_unit, 10)
 
 
 @pytest.mark.long
@@ -372,11 +359,8 @@ def test_padding_rows_are_not_counted_as_examples(feed):
     _, examples = build_actions_model("attn_lfa", feed)
     counts = []
     for pad_to_buckets in (False, True):
-        interval = Interval()
         batches = examples.epoch(5, seed=1, epoch=0, pad_to_buckets=pad_to_buckets)
-        for _ in range(3):
-            interval.next_batch(batches)
-        counts.append(interval.examples)
+        counts.append(sum(next(batches).num_rows for _ in range(3)))
     assert counts[0] == counts[1] > 0
 
 
@@ -386,10 +370,10 @@ class CycledBatches:
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
 
-    def steps(self, epoch: int) -> int:
+    def num_steps(self, batch_size: int) -> int:
         return 7
 
-    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
+    def epoch(self, *sizes: int, skip: int, **options: Any) -> Iterator[Batch]:
         return islice(cycle(self.batches), skip, 7)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.files import join
+from core.schemas import Inputs
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -21,9 +21,8 @@ from models.label_loss import (
 )
 from models.search import metrics
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch, SearchDataset
+from models.search.data import SearchBatch, SearchDataset, SearchOptions
 from models.search.ranker import Ranker, RankerConfig
-from tests.fixtures.commands import load_split
 from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")
@@ -113,11 +112,9 @@ def search(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[SearchCatalogue, SearchBatch]:
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
-    catalogue = SearchCatalogue.load(tables, text)
-    uri = join(tables, "sequences")
-    examples = load_split(
-        SearchDataset, uri, "train", max_history=8, text=catalogue.text
-    )
+    catalogue = SearchCatalogue.load(Inputs(tables, text=text))
+    sequences, options = catalogue.versions["sequences"], SearchOptions(catalogue.text)
+    examples = SearchDataset.load(sequences, "train", "user", 8, options)
     return catalogue, examples.collate(np.arange(12))
 
 

@@ -55,16 +55,13 @@ def test_a_metric_that_is_not_defined_is_rejected(repeats: str, tmp_path: Path) 
     actions = write_actions(tmp_path / "actions")
     change_sequences(actions, like_nothing)
     entropy = "like/normalised_entropy"
-    for model, tables, metric, defined in (
-        (SASREC, repeats, "first/ndcg@10", "ndcg@10"),
-        (MVP, actions, entropy, "mean/rig"),
+    for model, tables, metric in (
+        (SASREC, repeats, "first/ndcg@10"),
+        (MVP, actions, entropy),
     ):
         run = build_small_training(model, Inputs(tables), metric=metric)
         with pytest.raises(UserError, match=f"fit.metric is {metric}, which is not"):
             run.validate(run.model)
-        run = build_small_training(model, Inputs(tables), metric=defined)
-        metrics, _ = run.validate(run.model)
-        assert math.isfinite(metrics[defined])
 
 
 def test_an_undefined_metric_is_null_in_the_evaluation_and_absent_in_mlflow(

@@ -23,7 +23,7 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
-from models.warm_start import assign_by_hash
+from models.warm_start import extend_values
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import parse_log
 from tests.fixtures.commands import read_config, read_rows
@@ -192,7 +192,7 @@ def test_scores_of_old_items_do_not_change_with_new_items(
     uri = days.train_first(name)
     inputs = Inputs(str(days.folder / "tables"))
     before = LoadedModel.load(uri, inputs)
-    examples = before.load_examples("test")
+    examples = before.model.load_examples(before.catalogue, "test")
     batch = examples.collate(np.arange(len(examples)))
     num_old_items = read_manifest(f"{inputs.tables}/items").rows
     expected = score_old_items(before, batch)
@@ -238,7 +238,7 @@ def test_training_continues_with_newer_examples_and_a_share_of_the_older(
         config = make_fit_config(name, replay_fraction=fraction)
         run = build_training(MODELS[name], config, inputs, init=uri)
         learned[fraction] = get_learned_times(run, sequences)
-        assert run.learned["since"] == (0 if fraction == 1 else until)
+        assert run.checkpoint().learned["since"] == (0 if fraction == 1 else until)
 
     assert learned[0]
     assert learned[0] == [time for time in learned[1] if time >= until]
@@ -263,7 +263,7 @@ def test_training_starts_with_the_old_weights_and_unknown_new_items(
     # the scales of features stay in the next checkpoint too
     next_uri = train_and_save(run, tmp_path / "two")
     scales = LoadedModel.load(next_uri, inputs).catalogue.scales()
-    assert scales == run.learned["scales"]
+    assert scales == run.checkpoint().learned["scales"]
 
 
 @pytest.mark.parametrize(
@@ -324,5 +324,5 @@ def test_a_number_and_a_task_are_learned_from_the_first_day_on_which_they_vary(
 
 def test_hash_buckets_get_the_vectors_of_their_values() -> None:
     weights = torch.arange(8.0).view(4, 2)
-    buckets = assign_by_hash(weights, ["a", "b", "c"], 100)
+    buckets = extend_values(weights, 100, ["a", "b", "c"], None)
     assert {*map(tuple, buckets.tolist())} == {*map(tuple, weights.tolist())}

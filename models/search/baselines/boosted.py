@@ -55,12 +55,6 @@ MAX_LIST = 10_000
 class BoostedConfig(TreeConfig):
     """Options of gradient-boosted trees for search."""
 
-    # Options that datasets and requests of all search models need
-    window_overlap: ClassVar[float] = 1.0
-    batch_unit: ClassVar[str] = "requests"
-    reads_history_queries: ClassVar[bool] = False
-    reads_times: ClassVar[bool] = False
-
 
 class Boosted(BoostedTrees, SearchModel):
     """A LightGBM booster that scores candidates by the log-odds of the first label."""

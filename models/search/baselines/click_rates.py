@@ -41,15 +41,10 @@ from models.search.model import SearchModel
 
 @dataclass(config=STRICT)
 class BaselineConfig(NamedConfig):
-    """Options that datasets and requests of all search models need."""
+    """Options of search models that need no training."""
 
     max_history: PositiveInt = 1
     """Behaviours read per request; baselines ignore them."""
-
-    window_overlap: ClassVar[float] = 1.0
-    batch_unit: ClassVar[str] = "requests"
-    reads_history_queries: ClassVar[bool] = False
-    reads_times: ClassVar[bool] = False
 
 
 @dataclass(config=STRICT)

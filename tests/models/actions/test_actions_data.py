@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from core.files import join
-from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import Attributes
-from models.actions.data import ActionsDataset
+from models.actions.data import ActionsDataset, ActionsOptions
 from tests.fixtures.actions_tables import (
     TRAIN_DEVICES,
     build_user_row,
@@ -34,9 +33,7 @@ def load_examples(
     tables: str, split: str, overlap: float = 0.5, **options
 ) -> ActionsDataset:
     """Load the examples of one split, with at most 10 events of history by default."""
-    config = ActionsConfig(window_overlap=overlap)
-    dataset_options = ActionsDataset.dataset_options(config, None)
-    options = {"max_history": 10, **dataset_options, **options}
+    options = {"max_history": 10, "options": ActionsOptions(overlap), **options}
     return load_split(ActionsDataset, join(tables, "sequences"), split, **options)
 
 

@@ -123,7 +123,7 @@ class TrainedTiger:
     @property
     def catalogue(self) -> Catalogue:
         """The catalogue of the tables."""
-        return Catalogue.load(self.tables, self.sids)
+        return Catalogue.load(Inputs(self.tables, self.sids))
 
     def train(
         self, model: dict[str, Any], folder: Path, epochs: int, metric: str = "ndcg@10"

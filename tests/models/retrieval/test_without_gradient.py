@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from core.schemas import Inputs
 from models import registry
 from models.retrieval.baselines import item_knn, sequential_rules
 from models.retrieval.data import (
@@ -322,7 +323,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
 ) -> None:
     """Requests without history are counted, too."""
     uri = f"{small[0]}/sequences"
-    catalogue = Catalogue.load(small[0])
+    catalogue = Catalogue.load(Inputs(small[0]))
     model = build_resolved({"name": name}, catalogue)
     train = load_split(RetrievalDataset, uri, "train", unit=model.example_unit)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.files import join
+from core.schemas import Inputs
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch, SearchDataset
-from models.search.qgs import QGSConfig
-from tests.fixtures.commands import load_split
+from models.search.data import SearchBatch, SearchDataset, SearchOptions
 from tests.fixtures.search_tables import write_search
 
 
@@ -21,15 +19,15 @@ def search(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def catalogue(search) -> SearchCatalogue:
-    return SearchCatalogue.load(*search)
+    return SearchCatalogue.load(Inputs(search[0], text=search[1]))
 
 
 @pytest.fixture(scope="session")
-def examples(search, catalogue) -> SearchDataset:
+def examples(catalogue) -> SearchDataset:
     """Train examples with histories of at most 8 behaviours."""
-    uri = join(search[0], "sequences")
-    options = SearchDataset.dataset_options(QGSConfig(), catalogue)
-    return load_split(SearchDataset, uri, "train", max_history=8, **options)
+    options = SearchOptions(catalogue.text, reads_history_queries=True)
+    sequences = catalogue.versions["sequences"]
+    return SearchDataset.load(sequences, "train", "user", 8, options)
 
 
 @pytest.fixture

@@ -98,9 +98,8 @@ def test_the_shown_order_is_measured_by_the_positions(
     run = build_training({"name": "shown_order"}, fit, Inputs(tables))
     run.fit_in_one_pass()
 
-    sums, _ = run.validate(run.model)
+    metrics, _ = run.validate(run.model)
 
-    metrics = run.model.metric_means(sums)
     uri = join(tables, "sequences")
     examples = load_split(SearchDataset, uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from core.files import join
+from core.schemas import Inputs
 from models.dataset.encoding import request_number
 from models.search.catalogue import SearchCatalogue, SearchText, pair_key
-from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
+from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset, SearchOptions
 from tests.fixtures.commands import load_split, read_rows, read_table
 from tests.fixtures.search_tables import FEATURES, LABELS, make_request, write_tables
 
@@ -162,7 +163,7 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
         "train",
         unit="user",
         max_history=limit,
-        window_overlap=overlap,
+        options=SearchOptions(window_overlap=overlap),
     )
 
     requests, learned = Counter(), Counter()
@@ -195,7 +196,7 @@ def get_history_ends(user: dict, split: str) -> dict[int, int]:
 
 
 def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search):
-    catalogue = SearchCatalogue.load(*search)
+    catalogue = SearchCatalogue.load(Inputs(search[0], text=search[1]))
     features = []
     for user in read_rows(search[0], "sequences"):
         for request in user["requests"]:
@@ -208,7 +209,7 @@ def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search)
 
 @pytest.fixture
 def text(search) -> SearchText:
-    return SearchCatalogue.load(*search).text
+    return SearchCatalogue.load(Inputs(search[0], text=search[1])).text
 
 
 def assert_text_equals(
@@ -241,8 +242,7 @@ def test_batches_have_the_text_of_candidates(search, text, reads_history_queries
         join(search[0], "sequences"),
         "train",
         max_history=8,
-        text=text,
-        reads_history_queries=reads_history_queries,
+        options=SearchOptions(text, reads_history_queries=reads_history_queries),
     )
     for rows in examples.evaluation_batches(7):
         batch = examples.collate(rows)

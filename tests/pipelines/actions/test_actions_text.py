@@ -11,6 +11,7 @@ import pytest
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import Inputs
 from core.tables import read_manifest
 from models.actions.catalogue import ActionsCatalogue
 from pipelines.encode.config import TextConfig
@@ -32,7 +33,7 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     for row in read_rows(tables, "items"):
         words = f"{row['text_title']} by {row['cat_author'] or ''}".split()
         texts.append(" ".join(words))
-    catalogue = ActionsCatalogue.load(tables, text)
+    catalogue = ActionsCatalogue.load(Inputs(tables, text=text))
     expected = fit_tfidf_encoder(texts, 4).encode(texts)
     assert catalogue.text.tolist() == expected.tolist()
     assert np.isfinite(catalogue.text.numpy()).all()

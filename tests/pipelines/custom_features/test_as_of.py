@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.schemas import Inputs
 from core.tables import read_manifest
 from models.search.catalogue import SearchCatalogue
 from pipelines.prepare.sequences.as_of import AsOfTable, join_as_of
@@ -84,7 +85,9 @@ def test_requests_and_behaviours_have_the_price_known_at_their_time(
 
 
 def test_models_read_prices_and_their_states(priced: str, tmp_path: Path) -> None:
-    catalogue = SearchCatalogue.load(priced, write_random_text(tmp_path, priced))
+    catalogue = SearchCatalogue.load(
+        Inputs(priced, text=write_random_text(tmp_path, priced))
+    )
     assert catalogue.features[-4:] == ("num_bm25", "num_price", "cat_city", "cat_state")
     assert catalogue.custom_features.categories[1].values == ("sale", "usual")
 

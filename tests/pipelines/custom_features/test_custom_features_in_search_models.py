@@ -104,7 +104,7 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
     info = read_manifest(join(tables, "sequences")).info
     bm25_column = len(info["features"])
     city_column = bm25_column + 1
-    catalogue = SearchCatalogue.load(tables, text)
+    catalogue = SearchCatalogue.load(Inputs(tables, text=text))
     assert catalogue.features[bm25_column:] == ("num_bm25", "cat_city")
     assert catalogue.feature_mean.shape == (bm25_column,)
     examples = load_split(
@@ -146,15 +146,7 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
 
 def load_test_batch(run: TrainingRun, tables: str) -> SearchBatch:
     """Load 10 test requests with the options that the model needs."""
-    options = SearchDataset.dataset_options(run.config, run.catalogue)
-    examples = load_split(
-        SearchDataset,
-        join(tables, "sequences"),
-        "test",
-        unit="request",
-        max_history=8,
-        **options,
-    )
+    examples = run.model.load_examples(run.catalogue, "test", "request", 8)
     return examples.collate(np.arange(10))
 
 

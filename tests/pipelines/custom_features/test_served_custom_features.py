@@ -21,7 +21,7 @@ from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.fixtures.commands import load_split, read_column, read_rows
+from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables, write_random_text
 from tests.fixtures.trainings import build_training
 
@@ -80,15 +80,7 @@ def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
 
 def load_test_requests(run: TrainingRun, tables: str) -> SearchDataset:
     """Load the test requests with the options that the model needs."""
-    options = SearchDataset.dataset_options(run.config, run.catalogue)
-    return load_split(
-        SearchDataset,
-        join(tables, "sequences"),
-        "test",
-        unit="request",
-        max_history=8,
-        **options,
-    )
+    return run.model.load_examples(run.catalogue, "test", "request", 8)
 
 
 def make_request(tables: str, batch: SearchBatch) -> Row:

@@ -69,7 +69,7 @@ class Evaluation:
 
     def load(self, name: str) -> tuple[torch.nn.Module, checkpoint.Checkpoint]:
         """Load a model and the description of its checkpoint."""
-        catalogue = Catalogue.load(self.tables, self.sids)
+        catalogue = Catalogue.load(Inputs(self.tables, self.sids))
         return load_model(self.checkpoint_path(name), catalogue)
 
     def load_examples(self, split: str, **options: Any) -> RetrievalDataset:

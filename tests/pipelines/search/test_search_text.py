@@ -238,7 +238,7 @@ def test_the_stored_tokens_of_documents_give_the_same_embeddings(
     encoder = TextEncoder(bert, "cls", 24, 1)
     model = AutoModel.from_pretrained(bert).eval()
 
-    documents = SearchCatalogue.load(tables, encoded.folder).text.documents
+    documents = SearchCatalogue.load(Inputs(tables, text=encoded.folder)).text.documents
 
     assert documents is not None
     assert (documents.begin.diff() <= 24).all()
@@ -326,7 +326,7 @@ def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
     )
 
     assert not (tmp_path / "text" / "tokens" / MANIFEST).exists()
-    assert SearchCatalogue.load(tables, output).text.documents is None
+    assert SearchCatalogue.load(Inputs(tables, text=output)).text.documents is None
     items, queries = read_texts(tables)
     vectors = {
         name: to_vectors(read_table(join(output, name)))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import RunRef
+from core.schemas import Inputs, RunRef
 from jobs.compare import Config, run
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -96,7 +96,7 @@ def test_the_best_trial_of_a_sweep_ranks_the_same_in_a_new_process(
 
     model, _ = load_model(
         folder / "tiger-2",
-        Catalogue.load(f"{folder}/small/tables", f"{folder}/small/sids"),
+        Catalogue.load(Inputs(f"{folder}/small/tables", f"{folder}/small/sids")),
     )
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     users = torch.zeros(2, dtype=torch.int64)

@@ -71,11 +71,11 @@ def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) ->
         joint=text_requests.text.joint[:1],
     )
     with pytest.warns(
-        UserWarning, match="1 of 1 candidates have no text vector for the pair"
+        UserWarning, match="1 of 1 pairs of document and query have no text"
     ):
         predict()
     with pytest.warns(
-        UserWarning, match="1 of 1 behaviours have no text vector for the pair"
+        UserWarning, match="1 of 1 pairs of document and query have no text"
     ):
         predict(query=None, history_query=["query-001"])
 
@@ -86,7 +86,7 @@ def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) ->
         parameter.detach().fill_(torch.nan)
     with (
         pytest.raises(UserError, match="scores that are not finite"),
-        pytest.warns(UserWarning, match="no text vector for the pair"),
+        pytest.warns(UserWarning, match="have no text vector"),
     ):
         predict()
 

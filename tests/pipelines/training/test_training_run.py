@@ -255,7 +255,7 @@ def test_errors_in_two_workers_are_not_tried_again(
     with pytest.raises(SystemExit):
         training.train("bug", ray=ONE_WORKER, on_checkpoint=stop)
     (step,) = (training.folder / "bug").glob("step-*")
-    model, saved = load_model(step, Catalogue.load(training.tables))
+    model, saved = load_model(step, Catalogue.load(Inputs(training.tables)))
     state = {"position": {"step_in_epoch": 0}, "optimizer": {}}
     checkpoint.save(step, model, saved, state)
     diverging = replace(FIT, lr=1e30, clip_norm=0.0, warmup_share=0.0)
