@@ -1,4 +1,4 @@
-"""Interfaces of the parts of a generative retriever: tokens, backbone, decoder, scorer.
+"""Interfaces of the parts of a generative retriever: tokens, backbone, decoder.
 
     history = backbone.encode(batch)                 # states of the user's history
     logits = decoder.teacher_forced(history, codes)  # training: all codes at once
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.nn import functional
 from core.errors import UserError
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
+from models.retrieval.search.beam import Scorer
 
 
 def real_positions(lengths: Tensor, longest: int) -> Tensor:
@@ -172,24 +172,6 @@ class Backbone(nn.Module):
     def infer(self, batch: HistoryBatch) -> History:
         """Return the states of `encode`, up to rounding, as fast as possible."""
         return self.encode(batch)
-
-
-class Scorer(Protocol):
-    """A model of the next code that stores the states of a search's beams."""
-
-    def start(self) -> Tensor:
-        """Return the log-probabilities (B, C_0) of the first code."""
-        ...
-
-    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return the log-probabilities (B, W, C_l) of the next code of each beam.
-
-        Args:
-            parents: (B, W) index of each beam's parent among the beams of the last
-                step.
-            tokens: (B, W) code that each beam appends to its parent.
-        """
-        ...
 
 
 class Decoder(nn.Module):

@@ -45,9 +45,10 @@ from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require
 from models.retrieval.options import AtSpeedOptions, Scores
-from models.retrieval.parts import History, Scorer, real_positions
+from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import drop_history_items, recommender, truncate_history
 from models.retrieval.retriever import Retriever
+from models.retrieval.search.beam import Scorer
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import T5Backbone
 from models.training.distributed import global_mean

@@ -51,8 +51,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.metrics.scores import check_finite
-from models.retrieval.parts import Scorer
-from models.retrieval.search.beam import score_pairs
+from models.retrieval.search.beam import Scorer, score_pairs
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
 

@@ -31,9 +31,10 @@ from models.retrieval.distillation.teacher import (
 )
 from models.retrieval.distillation.teacher_cache import CachedStates, TeacherOutput
 from models.retrieval.options import Scores, StudentOptions
-from models.retrieval.parts import Decoder, History, Scorer
+from models.retrieval.parts import Decoder, History
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
+from models.retrieval.search.beam import Scorer
 from models.training.distributed import global_mean
 
 

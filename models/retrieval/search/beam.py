@@ -11,12 +11,31 @@ Shapes: `B` users, `W` beams, `M` children of the widest node, `C_l` codes of le
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from models.retrieval.parts import Scorer
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
+
+
+class Scorer(Protocol):
+    """A model of the next code that stores the states of a search's beams."""
+
+    def start(self) -> Tensor:
+        """Return the log-probabilities (B, C_0) of the first code."""
+        ...
+
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities (B, W, C_l) of the next code of each beam.
+
+        Args:
+            parents: (B, W) index of each beam's parent among the beams of the last
+                step.
+            tokens: (B, W) code that each beam appends to its parent.
+        """
+        ...
 
 
 def beam_search(
