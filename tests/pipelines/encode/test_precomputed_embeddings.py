@@ -13,7 +13,6 @@ import pytest
 from core.errors import UserError
 from core.tables import Table, read_manifest
 from jobs import cli, tokenize
-from pipelines.encode import texts as embed
 from pipelines.encode.precomputed import read_precomputed
 from pipelines.encode.texts import EmbeddingSource, embed_items
 from tests.fixtures.item_tables import read_vectors, write_items
@@ -60,7 +59,9 @@ def items(tmp_path: Path) -> Table:
 def test_each_item_gets_its_row(
     layout: str, items: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embed, "start_ray", lambda: pytest.fail("Ray starts"))
+    monkeypatch.setattr(
+        "pipelines.encode.texts.start_ray", lambda: pytest.fail("Ray starts")
+    )
     if layout == "npy":
         file = write_npy(tmp_path, VECTORS.astype(np.float64), "\n".join(IDS) + "\n")
     else:

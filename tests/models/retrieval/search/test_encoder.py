@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from models.layers.t5 import T5Sizes
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import SidTokens, padding_mask
-from models.retrieval.tiger import encoder as packed
 from models.retrieval.tiger.encoder import T5Backbone
 
 SIZES = T5Sizes(
@@ -72,7 +71,7 @@ def test_states_equal_those_of_the_padded_encoder(lengths, extra_padding, max_to
     tokens = torch.randint(0, 20, (len(lengths), width), generator=generator)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "MAX_CHUNK_TOKENS", max_tokens)
+        patch.setattr("models.retrieval.tiger.encoder.MAX_CHUNK_TOKENS", max_tokens)
         states = MODEL.packed_encoder()(tokens, lengths)
 
     expected = encode_padded(MODEL, tokens, lengths)
