@@ -48,7 +48,6 @@ from models.retrieval.options import AtSpeedOptions, Scores
 from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import drop_history_items, recommender, truncate_history
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.beam import Scorer
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import T5Backbone
 from models.training.distributed import global_mean
@@ -331,14 +330,11 @@ class AtSpeed(Student):
             raise ValueError(f"seed {seed} has no effect, as AtSpeed-S does not sample")
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
 
-        def make_draft_scorer(rows: Tensor) -> Scorer:
-            return self.decoder.scorer(
-                History(history.states[rows], history.lengths[rows])
-            )
-
         result = speculative_search(
             T5Target(self.target, history),
-            make_draft_scorer,
+            lambda rows: self.decoder.scorer(
+                History(history.states[rows], history.lengths[rows])
+            ),
             self.trie,
             len(history.lengths),
             k,
