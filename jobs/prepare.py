@@ -79,9 +79,9 @@ def run(options: PrepareOptions) -> dict[str, Any]:
 
 def print_first_rows(options: PrepareOptions) -> None:
     """Print the events of the first rows of the log, with `--dry_run`."""
+    from pipelines.prepare.kinds.resolve import resolve_config
     from pipelines.prepare.reading.log import load_source
     from pipelines.prepare.reading.unread import describe_unread
-    from pipelines.prepare.kinds.resolve import resolve_config
     from pipelines.prepare.suggest.preview import lines, preview
 
     source, max_rejects = load_source(options.source)[0], options.max_rejects

@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Folder, as_base, build, check_keys, merge
 from pipelines.prepare.kinds.simulation import Settings
-from pipelines.prepare.settings.config import PrepareConfig
 from pipelines.prepare.reading.log import load_source
+from pipelines.prepare.settings.config import PrepareConfig
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -71,6 +71,9 @@ QUOTE_MARK = b"\x0e\x0f"
 escaped and doubled quotes."""
 DELIMITER_MARK = b"\x1f"
 """Byte that replaces a delimiter of several characters: the ASCII unit separator."""
+NO_DELIMITER = "\x1e"
+"""Delimiter of plain lines, which should not occur: the ASCII record separator."""
+BLANK_LINE = re.compile(rb"(?m)^[ \t]+(?=\r?\n)")
 UNCLOSED_QUOTES = "its quotes are not closed"
 """Reason of a broken line with a value that ends in the wrong place, or not at all."""
 ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
@@ -300,8 +303,16 @@ def read_frames(
         piece: Part of the file; None for the whole file.
     """
     kind, expressions = files.detect_format(uri), list(dict.fromkeys(expressions))
-    readers = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_json_value}
-    reader = readers.get(kind, _read_lines)
+    reader = {
+        "csv": _read_csv,
+        "lines": _read_csv,
+        "parquet": _read_parquet,
+        "keyed": _read_json_value,
+        "jsonl": _read_json_lines,
+    }[kind]
+    if kind == "lines":
+        text = {"delimiter": NO_DELIMITER, "quote": "", "encoding": files.encoding}
+        files = Files(format="lines", header=["line"], **text)
     try:
         yield from reader(uri, files, expressions, digest, piece)
     except (pa.ArrowException, UnicodeError, OSError, EOFError) as error:
@@ -507,6 +518,8 @@ def _read_csv(
     first_row = 0
     for block in chain(_read_blocks(uri, files, digest, piece), [None]):
         unparsed = (unparsed + (block or b"")).replace(delimiter, mark)
+        if files.format == "lines":
+            unparsed = BLANK_LINE.sub(b"", unparsed)
         while lines_to_skip and (line_end := unparsed.find(b"\n") + 1):
             unparsed = unparsed[line_end:]
             lines_to_skip -= 1
@@ -757,22 +770,20 @@ def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
     )
 
 
-def _read_lines(
+def _read_json_lines(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Yield the rows of JSON lines or plain lines; arguments as in `read_frames`."""
-    kind = files.detect_format(uri)
-    if kind == "jsonl" and piece is None and _is_array(_read_head(uri, files)):
+    """Yield the rows of JSON lines; arguments as in `read_frames`."""
+    if piece is None and _is_array(_read_head(uri, files)):
         yield from _read_json_value(uri, files, expressions, digest, piece)
         return
-    parse = _parse_json_lines if kind == "jsonl" else _parse_text_lines
     partial_line = b""
     num_rows = 0
     for block in _read_blocks(uri, files, digest, piece):
         end = block.rfind(b"\n") + 1
         if end:
             text = partial_line + block[:end]
-            frame, frame_rows = parse(text, uri, expressions, num_rows)
+            frame, frame_rows = _parse_json_lines(text, uri, expressions, num_rows)
             partial_line = block[end:]
             num_rows += frame_rows
             yield frame
@@ -781,34 +792,13 @@ def _read_lines(
         if len(partial_line) > MAX_ROW_BYTES:
             raise UserError(f"{uri} has a line of more than {MAX_ROW_BYTES >> 20} MiB")
     if partial_line.strip():
-        frame, frame_rows = parse(partial_line, uri, expressions, num_rows)
+        frame, frame_rows = _parse_json_lines(partial_line, uri, expressions, num_rows)
         num_rows += frame_rows
-        if kind == "jsonl" and frame.broken and frame.broken[-1][0] == num_rows - 1:
+        if frame.broken and frame.broken[-1][0] == num_rows - 1:
             raise UserError(f"{uri} ends within a JSON object, so it is truncated")
         yield frame
     if not num_rows and piece is None:
         raise UserError(f"{uri} is empty")
-
-
-def _parse_text_lines(
-    text: bytes, uri: str, expressions: list[str], row: int
-) -> tuple[ParsedRows, int]:
-    """Parse lines of text; blank lines are skipped."""
-    text_lines = text.decode(errors="surrogateescape").replace("\r\n", "\n").split("\n")
-    lines = dict(enumerate((line for line in text_lines if line.strip()), row))
-    broken = [
-        (number, "row: not UTF-8", _replace_escaped(line)[:MAX_QUOTED_CHARS])
-        for number, line in lines.items()
-        if ESCAPED_BYTE.search(line)
-    ]
-    valid = {**lines}
-    for number, *_ in broken:
-        del valid[number]
-    rows = pl.DataFrame(
-        {"line": [*valid.values()], ROW: [*valid]}, {"line": pl.String, ROW: pl.Int64}
-    )
-    _, missing = select_columns(expressions, ["line"])
-    return ParsedRows(rows, broken, missing), len(lines)
 
 
 def _parse_json_lines(

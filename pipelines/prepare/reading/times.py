@@ -204,18 +204,15 @@ def _parse_text(text: pl.Series, time: Time) -> pl.Series:
 
 def _parse_number_text(text: pl.Series, time: Time) -> pl.Series:
     """Parse texts as integers, then decimals, then floats (for clock times)."""
-    integers = text.cast(pl.Int64, strict=False)
-    parsed = _parse_numbers(integers, time)
-    is_other = integers.is_null() & text.is_not_null()
-    if not is_other.any():
-        return parsed
     kinds: list[pl.DataType] = [pl.Decimal(38, 9)]
     if time.has_clock_times:
         kinds.append(pl.Float64())
+    parsed = _parse_numbers(text.cast(pl.Int64, strict=False), time)
     for kind in kinds:
-        numbers = text.filter(is_other).cast(kind, strict=False)
-        moments = pl.coalesce(parsed.filter(is_other), _parse_numbers(numbers, time))
-        parsed = parsed.scatter(is_other.arg_true(), pl.select(moments).to_series())
+        is_open = parsed.is_null() & text.is_not_null()
+        if is_open.any():
+            numbers = text.filter(is_open).cast(kind, strict=False)
+            parsed = parsed.scatter(is_open.arg_true(), _parse_numbers(numbers, time))
     return parsed
 
 
