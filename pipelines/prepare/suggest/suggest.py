@@ -90,11 +90,11 @@ def read_first_rows(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
         for encoding in ("utf-8", "utf-16", "cp1252"):
             files = Files(format="lines", encoding=encoding)
             with suppress(UserError, StopIteration):
-                frame = next(read_frames(uri, files, ["line"]))
-                lines = frame.rows["line"].to_list()
+                text = next(read_frames(uri, files, ["line"]))
+                lines = text.rows["line"].to_list()
                 # text in another encoding may be valid UTF-16 by chance
                 is_utf16 = encoding == "utf-16" and not lines[0][0].isascii()
-                if not frame.broken and not is_utf16:
+                if not text.broken and not is_utf16:
                     break
         if not lines:
             raise UserError("it has no rows")
