@@ -81,7 +81,6 @@ def run(config: Config) -> None:
         best_tables,
         build_tables,
         to_markdown,
-        to_text,
     )
     from pipelines.comparison.verdicts import measure_differences
 
@@ -99,9 +98,10 @@ def run(config: Config) -> None:
         tables += build_tables(*pair)
     tables += best_tables(comparisons)
     shown = tables if config.all else map(shorten, tables)
-    lines = "\n\n".join(map(to_text, shown)).splitlines()
+    lines = "\n".join(map(to_markdown, shown)).splitlines()
     is_long = any(len(frame) > 30 for _, frame, _ in tables)
     if is_long and not config.all:
+        lines = [line for line in lines if line]
         lines[MAX_LINES - 4 :] = ["more: --all true"]
     print("\n".join(lines))
     markdown = "\n".join(map(to_markdown, tables))

@@ -29,7 +29,6 @@ from models.retrieval.options import (
     AtSpeedOptions,
     StudentOptions,
 )
-from pipelines.start import start_ray
 
 if TYPE_CHECKING:
     from core.tables import Table
@@ -163,7 +162,6 @@ def write_inference(config: Config, inputs: Inputs, folder: str) -> None:
             overwrite=config.overwrite,
         ),
         Workers(config.shards, config.device, bool(os.environ.get("RAY_ADDRESS"))),
-        start_ray,
     )
     status = "written"
     if existed:
@@ -242,8 +240,6 @@ def measure(config: Config, inputs: Inputs, checked: CheckedEvaluation) -> Resul
     # The driver of a submitted job runs on a node without GPUs, so tasks do the work.
     is_job = bool(os.environ.get("RAY_ADDRESS"))
     workers = Workers(config.shards, config.device, is_job)
-    if workers.use_ray:
-        start_ray()
     result, metadata = evaluate(
         config.checkpoint,
         inputs,

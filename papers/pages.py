@@ -25,12 +25,12 @@ from jobs import cli
 from models import registry
 from models.metrics.per_user_metrics import decode_values
 from pipelines import tracking
-from pipelines.comparison.runs import find_experiments, search_runs
+from pipelines.comparison.runs import search_runs
 from pipelines.comparison.verdicts import (
     MIN_USERS,
     bootstrap_intervals,
-    download_per_user,
     judge_difference,
+    load_per_user,
 )
 
 PATH = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
@@ -93,9 +93,8 @@ def run(config: Config) -> None:
 
 def keep_runs(uri: str, experiment: str, file: str) -> None:
     """Write the runs of an MLflow experiment as JSON lines."""
-    client = tracking.connect(uri)
     lines = []
-    for run in search_runs(client, list(find_experiments(client, uri, [experiment]))):
+    for run in search_runs(uri, [experiment])[0]:
         tags = {
             name: value
             for name, value in run.data.tags.items()
@@ -111,7 +110,7 @@ def keep_runs(uri: str, experiment: str, file: str) -> None:
             "params": run.data.params,
             "tags": tags,
             "metrics": run.data.metrics,
-            "by_user": download_per_user(uri, run.info.run_id),
+            "by_user": load_per_user(uri, run.info.artifact_uri),
         }
         text = json.dumps(line, sort_keys=True)
         lines.append(PATH.sub(lambda path: "/".join(path[0].split("/")[-2:]), text))

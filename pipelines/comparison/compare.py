@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from os.path import commonprefix
 from typing import Any
 
 import polars as pl
@@ -20,14 +20,15 @@ from polars import selectors as cs
 
 from core.errors import UserError, pluralize
 from models import registry
+from models.metrics.metric import lower_is_better
 from pipelines import tracking
 from pipelines.comparison.runs import (
-    Store,
+    describe_incomplete,
     filter_sweeps,
     filter_trainings,
     find_run,
-    read_store,
-    select_sweep,
+    read_evaluations,
+    read_runs,
     select_trainings,
 )
 
@@ -49,18 +50,6 @@ SEED_SUFFIX = re.compile(r"[-_]?seed[-_]?\d*$")
 ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
 """Names of the two rankings of the catalogue: with and without items of the history."""
 
-EXPECTED_METRICS = (
-    "epoch",
-    "val/epoch",
-    "train/steps",
-    "train/parameters",
-    "train/total_seconds",
-    "test/examples",
-    "test/first/examples",
-    "test/users_per_s",
-)
-"""Metrics that the frames of runs and rows always have as columns."""
-
 REPEATS = 0.05
 """Share of test requests for an item of the user's history from which the ranking of
 all items fits the log."""
@@ -70,7 +59,8 @@ all items fits the log."""
 class Comparison:
     """Rows of the compared runs, best first by the metric on test, then on val."""
 
-    store: Store
+    uri: str
+    """Tracking URI."""
     title: str
     """Heading, such as the name of the experiment."""
     metric: str
@@ -110,30 +100,38 @@ def compare(
             the sweep, else gauc, mean/normalised_entropy or ndcg@10, whichever of them
             the runs have first.
     """
-    store = read_store(uri, experiments)
-    title, sweep_run = ", ".join(experiments) or "all experiments", None
-    notes: list[str] = []
+    all_runs = read_runs(uri, experiments)
+    trainings, sweep_run = filter_trainings(all_runs), None
+    title, notes = ", ".join(experiments) or "all experiments", []
+    teachers = trainings.clear()
     if sweep:
-        sweep_run = find_run(filter_sweeps(store), sweep, "sweep", uri)
-        trainings, notes = select_sweep(store, sweep_run)
+        sweep_run = find_run(filter_sweeps(all_runs), sweep, "sweep", uri)
         title = f"{sweep_run['experiment']}: {sweep_run['name']}"
+        notes = describe_incomplete(sweep_run)
+        trials = trainings.filter(pl.col(tracking.PARENT_TAG) == sweep_run["id"])
+        hashes = trials["model.teacher_hash"].drop_nulls().to_list()
+        teachers = trainings.filter(pl.col(tracking.WEIGHTS_TAG).is_in(hashes))
+        trainings = trials
     elif runs:
-        trainings = filter_trainings(store)
         ids = [find_run(trainings, name, "run", uri)["id"] for name in runs]
-        trainings = pl.DataFrame({"id": ids}).join(
-            trainings, on="id", maintain_order="left"
-        )
+        selected = pl.DataFrame({"id": ids})
+        trainings = selected.join(trainings, on="id", maintain_order="left")
         title = ", ".join(trainings["name"])
         if len(ids) > 3:
             parents = ", ".join(trainings["experiment"].unique(maintain_order=True))
             title = f"{parents}: {pluralize(len(ids), 'run')}"
     else:
-        trainings, notes = select_trainings(store)
+        trainings, notes = select_trainings(all_runs)
     if trainings.is_empty():
         details = "".join(f"; {note}" for note in notes)
         raise UserError(f"the experiment '{title}' at {uri} has no runs{details}")
-    all_runs, params = group_runs(store, trainings)
-    names = measured_metrics(all_runs.filter(~pl.col("is_teacher")))
+    both = [
+        table.with_columns(is_teacher=pl.lit(is_teacher))
+        for table, is_teacher in ((trainings, False), (teachers, True))
+    ]
+    grouped = join_evaluations(pl.concat(both), read_evaluations(all_runs))
+    grouped, params = number_rows(grouped)
+    names = measured_metrics(grouped.filter(~pl.col("is_teacher")))
     if not names and "FINISHED" not in trainings["status"]:
         raise UserError(f"no run of {title} at {uri} is finished")
     measured = {name.split("/", 1)[1] for name in names}
@@ -144,8 +142,9 @@ def compare(
     if not metric:
         defaults = ("gauc", "mean/normalised_entropy")
         metric = next((name for name in defaults if name in measured), "ndcg@10")
-    all_runs = add_metrics(all_runs, [f"val/{metric}", f"test/{metric}"])
-    rows = summarise(all_runs, "row")
+    columns = {f"val/{metric}": pl.Float64, f"test/{metric}": pl.Float64}
+    grouped = pl.concat([grouped, pl.DataFrame(schema=columns)], how="diagonal")
+    rows = summarise(grouped, "row")
     sign = 1 if lower_is_better(metric) else -1
     rows = rows.sort(
         "is_teacher",
@@ -157,58 +156,41 @@ def compare(
         nulls_last=True,
         maintain_order=True,
     )
-    return Comparison(store, title, metric, rows, all_runs, params, notes, sweep_run)
+    return Comparison(uri, title, metric, rows, grouped, params, notes, sweep_run)
 
 
-def group_runs(store: Store, trainings: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
-    """Return a line per training and options of evaluations, and the params of a row.
+def join_evaluations(
+    trainings: pl.DataFrame, evaluations: pl.DataFrame
+) -> pl.DataFrame:
+    """Return a line per training and options of its evaluations, with all metrics.
 
     The newest evaluation with the same options counts, and a training's own validation
     counts more than the one of an evaluation without options.
     """
-    metric, options = pl.col("metric"), pl.lit("").alias("options")
-    evaluations = store.evaluations
-    own = store.metrics.rename({"id": "training"}).with_columns(options)
-    is_of_split = metric.str.contains("^(val|test)/") & (metric != "val/epoch")
-    with_options = evaluations.filter(pl.col("options") != "")
-    inherited = with_options.select("training", "options").unique()
-    inherited = inherited.join(own.filter(~is_of_split).drop("options"), on="training")
-    evaluated = evaluations.join(store.metrics, on="id", maintain_order="left")
-    order = ["training", "metric", "value", "options"]
-    values = pl.concat(
-        table.select(order)
-        for table in (
-            inherited,
-            own,
-            evaluated,
-            own.filter(metric.str.starts_with("val/")),
-        )
-    )
     keys = ["training", "options"]
-    wide = values.unique([*keys, "metric"], keep="last").pivot("metric", index=keys)
-    defaults = pl.lit(False).alias("is_unseen"), pl.lit("").alias("fresh_log")
-    variants = pl.concat(
-        [
-            trainings.select(options, *defaults, training="id"),
-            evaluations.select("options", "is_unseen", "fresh_log", "training"),
-        ]
-    ).unique(keys, keep="first", maintain_order=True)
-    on_test = evaluations.filter(split="test")
-    on_test = on_test.select(*keys, evaluation="id").unique(
-        keys, keep="last", maintain_order=True
+    on_test = pl.col("evaluation", "artifacts").filter(pl.col("split") == "test")
+    measured = evaluations.group_by(keys, maintain_order=True).agg(
+        pl.col("is_unseen", "fresh_log").first(),
+        cs.float().drop_nulls().last(),
+        on_test.last(),
     )
-    runs = trainings.rename({"id": "training"})
-    runs = runs.join(variants, on="training", maintain_order="left_right")
-    for table in (on_test, wide):
-        runs = runs.join(table, on=keys, how="left", maintain_order="left")
-    runs = runs.with_columns(pl.col("evaluation").fill_null(pl.col("training")))
-    return number_rows(add_metrics(runs, EXPECTED_METRICS))
-
-
-def add_metrics(runs: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
-    """Add the metrics that no run has as columns of null."""
-    missing = [name for name in names if name not in runs.columns]
-    return runs.with_columns(pl.lit(None, pl.Float64).alias(name) for name in missing)
+    trainings = trainings.rename({"id": "training"})
+    plain = trainings.select("training", options=pl.lit(""))
+    lines = pl.concat([plain, measured.select(keys)]).unique(maintain_order=True)
+    runs = trainings.join(lines, on="training", maintain_order="left_right")
+    runs = runs.join(measured, keys, "left", suffix=" now", maintain_order="left")
+    metrics = []
+    for name in cs.expand_selector(measured, cs.float() - cs.by_name("val/epoch")):
+        own, now = pl.when(pl.col("options") == "").then(name), pl.col(f"{name} now")
+        order = [own, now] if name.startswith("val/") else [now, own]
+        metrics.append(pl.coalesce(order).alias(name))
+    return runs.with_columns(
+        *metrics,
+        pl.col("is_unseen").fill_null(False),
+        pl.col("fresh_log").fill_null(""),
+        pl.col("evaluation").fill_null(pl.col("training")),
+        artifacts=pl.coalesce("artifacts now", "artifacts"),
+    ).drop(cs.ends_with(" now"))
 
 
 def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
@@ -297,24 +279,16 @@ def summarise(runs: pl.DataFrame, key: str) -> pl.DataFrame:
 
 
 def name_runs(names: Sequence[str], model: str, options: str) -> str:
-    """Return the common prefix of runs' names, and the options of evaluation."""
-    name = reduce(shared_name, names)
-    name = f"{model}*" if name == "*" else name
-    return f"{name} [{options}]" if options else name
-
-
-def shared_name(first: str, second: str) -> str:
-    """Return the common prefix of two run names with `*` appended.
+    """Return the common prefix of runs' names with `*`, and the options of evaluation.
 
     A suffix such as `-seed` is removed: `tiger-seed1` and `tiger-seed2` give `tiger*`.
     Equal names are returned unchanged.
     """
-    if first == second:
-        return first
-    prefix = first.rstrip("*")  # `first` may be the common prefix of earlier names
-    while not second.startswith(prefix):
-        prefix = prefix[:-1]
-    return f"{SEED_SUFFIX.sub('', prefix)}*"
+    name = names[0]
+    if len(set(names)) > 1:
+        prefix = SEED_SUFFIX.sub("", commonprefix(names))  # noqa: RUF071 - characters
+        name = f"{prefix or model}*"
+    return f"{name} [{options}]" if options else name
 
 
 def measured_metrics(rows: pl.DataFrame) -> list[str]:
@@ -324,14 +298,6 @@ def measured_metrics(rows: pl.DataFrame) -> list[str]:
         for column in rows
         if re.match(r"(val|test)/(?!.* ±$)", column.name) and column.count()
     ]
-
-
-def lower_is_better(metric: str) -> bool:
-    """Return whether a smaller value of the metric is better."""
-    last = metric.rsplit("/", 1)[-1]
-    return last in ("mse", "median_s") or last.endswith(
-        ("entropy", "entropy_train", "loss", "seconds", "memory_mb")
-    )
 
 
 def repeat_share(rows: pl.DataFrame) -> float | None:

@@ -19,11 +19,11 @@ from plotly.offline import get_plotlyjs
 from polars import selectors as cs
 
 from core.errors import UserError
+from models.metrics.metric import lower_is_better
 from pipelines import tracking
 from pipelines.comparison.compare import (
     Comparison,
     find_best_run,
-    lower_is_better,
     measured_metrics,
 )
 from pipelines.comparison.tables import Table, format_difference
@@ -41,9 +41,9 @@ body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 84rem;
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
 .answer { font-size: 1.1rem; } .notes { color: #6a6f76; font-size: 12.5px; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
-td { padding: .28rem .5rem; border-bottom: 1px solid #dcdedf; white-space: nowrap;
-  text-align: right; }
-td:nth-child(-n + 2) { text-align: left; } tr:first-child { font-weight: 600; }
+td, th { padding: .28rem .5rem; border-bottom: 1px solid #dcdedf; font-weight: inherit;
+  white-space: nowrap; text-align: right; } thead { font-weight: 600; }
+td:nth-child(-n + 2), th:nth-child(-n + 2) { text-align: left; }
 """
 
 
@@ -88,7 +88,7 @@ def build_page(
 <body>
 <h1>{title}</h1>
 {first}{"".join(map(to_html, tables))}{last}
-<p class=notes>from {escape(comparisons[0].store.uri)}</p>
+<p class=notes>from {escape(comparisons[0].uri)}</p>
 </body></html>
 """
 
@@ -96,14 +96,11 @@ def build_page(
 def to_html(table: Table) -> str:
     """Render a table as an HTML section with a heading."""
     title, frame, notes = table
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) + "\n"
-        for row in (frame.columns, *frame.rows())
-    )
+    rows = frame.to_pandas().to_html(index=False, border=0)
     items = "".join(f"<li>{escape(note)}" for note in notes)
     return (
-        f"<section><h2>{escape(title)}</h2>\n<div class=wide><table>\n{rows}"
-        f"</table></div>\n<ul class=notes>{items}</ul></section>\n"
+        f"<section><h2>{escape(title)}</h2>\n<div class=wide>{rows}</div>\n"
+        f"<ul class=notes>{items}</ul></section>\n"
     )
 
 
@@ -204,7 +201,7 @@ def draw_differences(differences: pl.DataFrame, colours: Mapping[str, str]) -> s
 
 def draw_curves(comparison: Comparison, colours: Mapping[str, str]) -> str:
     """Draw validation and training loss of the best rows over steps, a line per run."""
-    client, metric = tracking.connect(comparison.store.uri), f"val/{comparison.metric}"
+    client, metric = tracking.connect(comparison.uri), f"val/{comparison.metric}"
     rows = comparison.shown.filter(pl.col(metric).is_not_null(), options="")
     descending = not lower_is_better(metric)
     rows = rows.sort(metric, descending=descending, maintain_order=True)
@@ -334,11 +331,10 @@ def log_page(comparison: Comparison, content: str, markdown: str) -> str:
     Returns:
         The name of the MLflow run.
     """
-    client, run = tracking.connect(comparison.store.uri), comparison.sweep
+    client, run = tracking.connect(comparison.uri), comparison.sweep
     if run is None:
-        name = comparison.rows["experiment"][0]
-        names = comparison.store.experiments
-        experiment = next(key for key in names if names[key] == name)
+        first = client.get_run(comparison.rows["training"][0])
+        experiment = first.info.experiment_id
         is_page = f"tags.`{tracking.KIND_TAG}` = 'compare'"
         pages = client.search_runs([experiment], is_page, max_results=1)
         tags = {tracking.KIND_TAG: "compare"}

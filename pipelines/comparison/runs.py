@@ -1,7 +1,7 @@
-"""Read the runs of an MLflow store as frames, and select the runs to compare.
+"""Read the runs of an MLflow store as a frame, and select the runs to compare.
 
-    store = read_store(uri, ["retrieval/DATASET"])
-    trainings, notes = select_trainings(store)
+    runs = read_runs(uri, ["retrieval/DATASET"])
+    trainings, notes = select_trainings(runs)
 
 Of each sweep in an experiment only the best settings are selected, with all their
 seeds; smoke sweeps are left out. All trials are selected if the sweep is named, or if
@@ -11,28 +11,28 @@ the experiment has nothing else, as while its first sweep runs.
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 import polars as pl
-from mlflow import MlflowClient
 
 from core.errors import UserError, pluralize
 from core.schemas import RunRecord
+from models.retrieval.options import RECOMMEND_OPTIONS
 from pipelines import tracking
-from pipelines.evaluation.record import (
-    group_evaluations,
-    read_fresh_log,
-    read_options,
-)
-from pipelines.tracking import PARENT_TAG
+from pipelines.tracking import PARENT_TAG, WEIGHTS_TAG
 
 MAX_RUNS = 50_000
 """Largest number of runs that MLflow returns at once."""
 
-EXPECTED = (
+OPTIONS = sorted({field.name for kind in RECOMMEND_OPTIONS for field in fields(kind)})
+"""Options of evaluations, which are params of their runs."""
+
+TEXTS = (
+    *OPTIONS,
+    *(f"model.{name}" for name in OPTIONS),
     "model.name",
     "model.teacher_hash",
     "model.encoder",
@@ -45,13 +45,14 @@ EXPECTED = (
     "fit.eval_examples",
     "evaluate.batch_size",
     "checkpoint",
+    "split",
     "table.items",
     "table.sequences",
     "sweep.axes",
     "sweep.metric",
     PARENT_TAG,
+    WEIGHTS_TAG,
     tracking.KIND_TAG,
-    tracking.WEIGHTS_TAG,
     tracking.RANKS_BY_TAG,
     tracking.POINT_TAG,
     tracking.BEST_TAG,
@@ -61,198 +62,168 @@ EXPECTED = (
 )
 """Params and tags that the frame of runs always has as columns."""
 
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+NUMBERS = (
+    "epoch",
+    "val/epoch",
+    "train/steps",
+    "train/parameters",
+    "train/total_seconds",
+    "test/examples",
+    "test/first/examples",
+    "test/users_per_s",
+)
+"""Metrics that the frame of runs always has as columns."""
+
+OF_EVALUATION = ("split", "artifacts", "table.sequences", "^(val|test)/.*$")
+"""Columns of evaluations, as a regular expression for the metrics."""
 
 
-@dataclass
-class Store:
-    """The runs of some experiments, oldest first."""
-
-    uri: str
-    """Tracking URI."""
-    experiments: dict[str, str]
-    """Names of the experiments by id."""
-    runs: pl.DataFrame
-    """A line per run: `id`, `name`, `experiment`, `status`, params and tags. A tag
-    replaces the param of its name, as params cannot change."""
-    metrics: pl.DataFrame
-    """`id`, `metric` and `value`; `val/` is measured at the best epoch."""
-    evaluations: pl.DataFrame
-    """A line per current evaluation: `id`, `training`, `split`, `options`, `is_unseen`
-    and `fresh_log`, the hash of the log if it is not the log of the training."""
-
-
-def read_store(uri: str, experiments: Sequence[str] = ()) -> Store:
-    """Read the runs of experiments, and end runs whose process is dead.
+def search_runs(
+    uri: str, experiments: Sequence[str] = ()
+) -> tuple[list[Any], dict[str, str]]:
+    """Return the MLflow runs of experiments, oldest first, and the names by id.
 
     Args:
         uri: Tracking URI.
         experiments: Names of the experiments; empty for all.
     """
     client = tracking.connect(uri)
-    names = find_experiments(client, uri, experiments)
-    runs = search_runs(client, list(names))
-    tracking.end_dead_runs(client, runs)
-    return Store(
-        uri,
-        names,
-        to_frame(runs, names),
-        to_metrics(runs),
-        read_evaluations(runs),
-    )
-
-
-def find_experiments(
-    client: MlflowClient, uri: str, names: Sequence[str]
-) -> dict[str, str]:
-    """Return the names of experiments by id; no names select all experiments."""
-    experiments = client.search_experiments(max_results=MAX_RUNS)
-    id_by_name = {item.name: str(item.experiment_id) for item in experiments}
-    for name in names:
-        if name in id_by_name:
-            continue
-        if client.get_experiment_by_name(name):  # MLflow finds deleted experiments too
-            raise UserError(f"the experiment '{name}' is deleted at {uri}")
-        raise UserError(tracking.describe_unknown("experiment", name, uri, id_by_name))
-    return {id_by_name[name]: name for name in names or id_by_name}
-
-
-def search_runs(client: MlflowClient, experiment_ids: list[str]) -> list[Any]:
-    """Return all runs of experiments, oldest first."""
-    if not experiment_ids:
-        return []
+    found = client.search_experiments(max_results=MAX_RUNS)
+    ids = {experiment.name: experiment.experiment_id for experiment in found}
+    for name in experiments:
+        if name not in ids:
+            raise UserError(tracking.describe_unknown("experiment", name, uri, ids))
+    names = {ids[name]: name for name in experiments or ids}
     order = ["attributes.start_time ASC"]
-    return list(
-        client.search_runs(experiment_ids, "", max_results=MAX_RUNS, order_by=order)
-    )
+    runs = client.search_runs(list(names), max_results=MAX_RUNS, order_by=order)
+    return list(runs), names
 
 
-def to_frame(runs: Sequence[Any], experiments: dict[str, str]) -> pl.DataFrame:
-    """Return a line per run with its params and tags (see `Store.runs`)."""
-    lines = [
-        {
-            **dict.fromkeys(EXPECTED),
-            **run.data.params,
-            **run.data.tags,
+def read_runs(uri: str, experiments: Sequence[str] = ()) -> pl.DataFrame:
+    """Read the runs of experiments, oldest first, and end runs whose process is dead.
+
+    Args:
+        uri: Tracking URI.
+        experiments: Names of the experiments; empty for all.
+
+    Returns:
+        A line per run: `id`, `name`, `experiment`, `status`, `artifacts`, params, tags
+        and metrics. A tag replaces the param of its name, as params cannot change.
+        Metrics under `val/` are measured at the best epoch.
+    """
+    runs, names = search_runs(uri, experiments)
+    tracking.end_dead_runs(tracking.connect(uri), runs)
+    lines = []
+    for run in runs:
+        # in reversed order, the best epoch comes after the last one
+        metrics = {
+            re.sub("^best/", "val/", tracking.from_mlflow_name(name)): value
+            for name, value in sorted(run.data.metrics.items(), reverse=True)
+        }
+        of_run = {
             "id": run.info.run_id,
             "name": run.info.run_name,
-            "experiment": experiments[run.info.experiment_id],
+            "experiment": names[run.info.experiment_id],
             "status": run.info.status,
+            "artifacts": run.info.artifact_uri,
         }
-        for run in runs
-    ]
-    names = dict.fromkeys([*EXPECTED, "id", "name", "experiment", "status"])
-    for line in lines:
-        names |= line
-    return pl.DataFrame(lines, dict.fromkeys(names, pl.String))
+        lines.append({**run.data.params, **run.data.tags, **metrics, **of_run})
+    of_run_names = ("id", "name", "experiment", "status", "artifacts")
+    schema = dict.fromkeys((*of_run_names, *TEXTS), pl.String)
+    empty = pl.DataFrame(schema=schema | dict.fromkeys(NUMBERS, pl.Float64))
+    if not lines:
+        return empty
+    table = pl.DataFrame(lines, infer_schema_length=None)
+    return pl.concat([empty, table], how="diagonal_relaxed").fill_nan(None)
 
 
-def to_metrics(runs: Sequence[Any]) -> pl.DataFrame:
-    """Return the defined metrics of all runs (see `Store.metrics`)."""
-    lines = [
-        (run.info.run_id, tracking.from_mlflow_name(name), value)
-        for run in runs
-        for name, value in sorted(run.data.metrics.items(), reverse=True)
-    ]
-    schema = {"id": pl.String, "metric": pl.String, "value": pl.Float64}
-    metrics = pl.DataFrame(lines, schema, orient="row")
-    # names are in reversed order, so the best epoch comes after the last one
-    metrics = metrics.with_columns(pl.col("metric").str.replace("^best/", "val/"))
-    metrics = metrics.filter(pl.col("value").is_not_nan())
-    return metrics.unique(["id", "metric"], keep="last", maintain_order=True)
+def read_evaluations(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return a line per finished evaluation of current weights, oldest first.
 
+    If a training was evaluated, continued and evaluated again, the evaluations of the
+    earlier weights are left out.
 
-def read_evaluations(runs: Sequence[Any]) -> pl.DataFrame:
-    """Return a line per finished evaluation of current weights, oldest first."""
-    by_id = {run.info.run_id: run for run in runs}
-    lines = []
-    for training, evaluations in group_evaluations(runs).items():
-        for evaluation in evaluations if training in by_id else []:
-            options = read_options(evaluation, by_id[training])
-            fresh_log = read_fresh_log(evaluation, by_id[training])
-            words = [
-                name if value == "True" else f"{name} {value}"
-                for name, value in options.items()
-            ]
-            words += [f"log {fresh_log[:8]}"] if fresh_log else []
-            lines.append(
-                {
-                    "id": evaluation.info.run_id,
-                    "training": training,
-                    "split": evaluation.data.params["split"],
-                    "options": ", ".join(words),
-                    "is_unseen": options.get("unseen") == "True",
-                    "fresh_log": fresh_log,
-                }
-            )
-    names = ("id", "training", "split", "options", "is_unseen", "fresh_log")
-    schema = dict.fromkeys(names, pl.String) | {"is_unseen": pl.Boolean}
-    return pl.DataFrame(lines, schema)
-
-
-def select_sweep(store: Store, sweep: dict[str, Any]) -> tuple[pl.DataFrame, list[str]]:
-    """Return the trials of a sweep and their teachers, and notes."""
-    trainings = filter_trainings(store)
-    trials = trainings.filter(pl.col(PARENT_TAG) == sweep["id"])
-    if trials.is_empty():
-        raise UserError(f"the sweep '{sweep['name']}' at {store.uri} has no trials yet")
-    is_teacher = pl.col(tracking.WEIGHTS_TAG).is_in(
-        trials["model.teacher_hash"].drop_nulls().to_list()
+    Returns:
+        `evaluation` (the run's id), `training`, `split`, `options` (those that differ
+        from the model's config, as text), `unseen`, `fresh_log` (the hash of the log if
+        it is not the training's, else empty) and the metrics.
+    """
+    trained = runs.select(
+        WEIGHTS_TAG,
+        *(f"model.{name}" for name in OPTIONS),
+        training="id",
+        trained_log="table.sequences",
     )
-    teachers = trainings.filter(is_teacher).with_columns(is_teacher=pl.lit(True))
-    return pl.concat([trials, teachers]), describe_incomplete(sweep)
+    is_evaluation = pl.col(tracking.KIND_TAG) == tracking.EVALUATION
+    evaluations = (
+        runs.filter(is_evaluation, status="FINISHED")
+        .rename({"id": "evaluation", PARENT_TAG: "training"})
+        .select("evaluation", "training", WEIGHTS_TAG, *OPTIONS, *OF_EVALUATION)
+        .join(trained, on=["training", WEIGHTS_TAG], maintain_order="left")
+    )
+    log = pl.col("table.sequences")
+    fresh_log = pl.when(log != pl.col("trained_log")).then(log).otherwise(pl.lit(""))
+    texts = []
+    for name in OPTIONS:
+        text = pl.format(f"{name} {{}}", name).str.replace(" True$", "")
+        is_changed = pl.col(name) != pl.col(f"model.{name}").fill_null("")
+        texts.append(pl.when(is_changed).then(text))
+    texts.append(
+        pl.when(fresh_log != "").then(pl.format("log {}", log.str.slice(0, 8)))
+    )
+    return evaluations.select(
+        "evaluation",
+        "training",
+        *OF_EVALUATION,
+        options=pl.concat_str(texts, separator=", ", ignore_nulls=True),
+        is_unseen=(pl.col("unseen") == "True").fill_null(False),
+        fresh_log=fresh_log,
+    )
 
 
-def select_trainings(store: Store) -> tuple[pl.DataFrame, list[str]]:
+def filter_sweeps(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return the runs of sweeps."""
+    return runs.filter(pl.col(tracking.KIND_TAG) == "sweep")
+
+
+def filter_trainings(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return the runs of trainings, trials included, without earlier formats."""
+    is_sweep = pl.col(tracking.KIND_TAG).eq_missing("sweep")
+    is_current = pl.col(tracking.FORMAT_TAG) == str(RunRecord.version)
+    return runs.filter(pl.col("model.name").is_not_null() & ~is_sweep & is_current)
+
+
+def select_trainings(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     """Return trainings, of each sweep those with the best settings, and notes."""
-    trainings = filter_trainings(store)
-    smoke = store.runs.filter(pl.col(tracking.SMOKE_TAG).is_not_null())
-    parent = pl.col(PARENT_TAG).fill_null("")
-    trainings = trainings.filter(~parent.is_in(smoke["id"].to_list()))
-    sweeps = filter_sweeps(store).join(
-        smoke, on="id", how="anti", maintain_order="left"
-    )
+    trainings = filter_trainings(runs)
+    is_earlier = pl.col(tracking.FORMAT_TAG).ne_missing(str(RunRecord.version))
+    earlier = runs.filter(pl.col("model.name").is_not_null() & is_earlier)
     settings = pl.col(tracking.POINT_TAG).map_elements(
         lambda point: tracking.settings_key(json.loads(point)), return_dtype=pl.String
     )
-    best = store.runs.select(settings.alias("best"), pl.col("id").alias("trial"))
-    sweeps = sweeps.join(best, left_on=tracking.BEST_TAG, right_on="trial", how="left")
-    best_by_sweep = dict(sweeps.select("id", "best").iter_rows())
-    is_best = settings == parent.replace_strict(best_by_sweep, default=None)
-    is_trial = parent.is_in(sweeps["id"].to_list())
-    selected = trainings.filter(~is_trial | is_best)
-    notes = []
+    trainings = trainings.with_columns(settings=settings)
+    smoke = runs.filter(pl.col(tracking.SMOKE_TAG).is_not_null())
+    is_smoke = pl.col(PARENT_TAG).fill_null("").is_in(smoke["id"].to_list())
+    trainings = trainings.filter(~is_smoke)
+    selected, notes = trainings, []
+    sweeps = filter_sweeps(runs).filter(pl.col(tracking.SMOKE_TAG).is_null())
     for sweep in sweeps.iter_rows(named=True):
-        of_sweep, name = pl.col(PARENT_TAG) == sweep["id"], sweep["name"]
-        total, count = (len(table.filter(of_sweep)) for table in (trainings, selected))
+        is_trial = pl.col(PARENT_TAG).eq_missing(sweep["id"])
+        best = pl.col("settings").filter(
+            pl.col("id") == (sweep[tracking.BEST_TAG] or "")
+        )
+        selected = selected.filter(~is_trial | (pl.col("settings") == best.first()))
+        total, count = (len(table.filter(is_trial)) for table in (trainings, selected))
         notes += describe_incomplete(sweep)
         if count < total:
-            notes.append(f"{name}: {count} of {total} trials here")
+            notes.append(f"{sweep['name']}: {count} of {total} trials here")
     if len(trainings) and selected.is_empty():
         selected = trainings
         notes = ["the best settings are not known yet: all trials of sweeps are here"]
     notes += [f"{name}: a smoke sweep, left out" for name in smoke["name"]]
-    num_earlier = len(all_trainings(store)) - len(filter_trainings(store))
-    if num_earlier:
-        notes.append(f"{pluralize(num_earlier, 'run')} of earlier formats, left out")
-    return selected, notes
-
-
-def filter_sweeps(store: Store) -> pl.DataFrame:
-    """Return the runs of sweeps."""
-    return store.runs.filter(pl.col(tracking.KIND_TAG) == "sweep")
-
-
-def all_trainings(store: Store) -> pl.DataFrame:
-    """Return the runs of trainings, trials included."""
-    is_sweep = pl.col(tracking.KIND_TAG).eq_missing("sweep")
-    return store.runs.filter(pl.col("model.name").is_not_null() & ~is_sweep)
-
-
-def filter_trainings(store: Store) -> pl.DataFrame:
-    """Return the runs of trainings, without those of earlier formats."""
-    trainings = all_trainings(store).with_columns(is_teacher=pl.lit(False))
-    return trainings.filter(pl.col(tracking.FORMAT_TAG) == str(RunRecord.version))
+    if len(earlier):
+        notes.append(f"{pluralize(len(earlier), 'run')} of earlier formats, left out")
+    return selected.drop("settings"), notes
 
 
 def describe_incomplete(sweep: dict[str, Any]) -> list[str]:

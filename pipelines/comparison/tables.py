@@ -1,7 +1,7 @@
 """Build the tables of a comparison: verdicts, runs, paired tests, tasks and costs.
 
     for table in build_tables(comparison, measure_differences(comparison)):
-        print(to_text(table))
+        print(to_markdown(table))
 
 A table is a title, a frame of texts and notes.
 """
@@ -14,17 +14,24 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
 import polars as pl
+from polars import selectors as cs
 from scipy.stats import t as student_t
 
 from core.errors import pluralize
 from models import registry
+from models.metrics.metric import (
+    CatalogueMetric,
+    RequestMetric,
+    find_metrics,
+    lower_is_better,
+)
 from pipelines.comparison.compare import (
     ALL_ITEMS,
     KNOWN_LEFT_OUT,
     Comparison,
     leading_ranking,
-    lower_is_better,
     measured_metrics,
     repeat_share,
 )
@@ -41,12 +48,19 @@ from pipelines.comparison.verdicts import (
 
 Table = tuple[str, pl.DataFrame, list[str]]
 
+
+def compared_names(kind: type[Any]) -> list[str]:
+    """Return the names on test of a kind's metrics that tables show."""
+    return [
+        f"test/{metric.name}@{k}"
+        for metric in find_metrics(kind)
+        for k in metric.compared
+    ]
+
+
 METRICS = (
     "val/ndcg@10",
-    "test/recall@5",
-    "test/recall@10",
-    "test/ndcg@5",
-    "test/ndcg@10",
+    *compared_names(RequestMetric),
     "val/gauc",
     "test/gauc",
     "test/with_position/gauc",
@@ -58,9 +72,6 @@ METRICS = (
     "test/mean/auc",
 )
 """Metrics of the table of runs, in order; metrics that no run has are left out."""
-
-EXPOSURE_METRICS = ("test/coverage@10", "test/new_items@10", "test/gini@10")
-"""Metrics of the recommended items."""
 
 TASK_ENTROPY = re.compile(r"test/(?!mean/|with_position/)(\w+)/normalised_entropy")
 """Names of the normalised entropy of one task."""
@@ -75,16 +86,8 @@ COSTS = {
 }
 """Headings of the table of costs."""
 
-WORDS = (
-    "experiment",
-    "model",
-    "run",
-    "best run",
-    "ranking",
-    "against",
-    "best without training",
-)
-"""Columns with words, which are aligned left; numbers are aligned right."""
+MAX_WIDTH = 10_000
+"""Largest number of characters of a line of a table."""
 
 
 def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Table]:
@@ -128,14 +131,15 @@ def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Tabl
         )
         table = rows.select("model", run, *means)
         tables.append(("Normalised entropy by task", table, [note]))
-    exposure = [name for name in EXPOSURE_METRICS if name in measured]
+    exposure = [name for name in compared_names(CatalogueMetric) if name in measured]
     if exposure:
         shown = rows.filter(pl.any_horizontal(pl.col(exposure).is_not_null()))
         means = [format_means(shown, name) for name in exposure]
         note = (
             "coverage: share of the catalogue in the top 10 of a request; new_items: "
             "share of recommended items without an event in training; gini: 0 if all "
-            "items are recommended equally often."
+            "items are recommended equally often; novelty: mean -log2 of their shares "
+            "of training."
         )
         tables.append(("Recommended items", shown.select("model", run, *means), [note]))
     costs = [format_counts(rows[name]) for name in COSTS]
@@ -330,57 +334,44 @@ def seeds_tables(comparison: Comparison) -> list[Table]:
         One table, or an empty list if no row shares two seeds with the best row.
     """
     metric = f"test/{comparison.metric}"
-    values = comparison.runs.select("row", "repeat", value=metric).drop_nulls()
-    values = values.unique(["row", "repeat"], keep="last", maintain_order=True)
-    several = values.filter(pl.len().over("row") > 1)
-    rows = comparison.shown.join(several, on="row", how="semi", maintain_order="left")
-    rows = rows.with_columns(base=pl.col("row").first().over("log"))
-    bases = rows.select(*COMPARED, base="row")
-    pairs = (
-        rows.select("row", "base")
-        .join(several, on="row")
-        .join(
-            several.rename({"row": "base", "value": "base_value"}),
-            on=["base", "repeat"],
-        )
-    )
-    difference = pl.col("value") - pl.col("base_value")
-    tests = (
-        pairs.sort("repeat")
-        .group_by("row")
-        .agg(
-            shared=pl.col("repeat").str.join(", "),
-            mean=difference.mean(),
-            deviation=difference.std(),
-            count=pl.len(),
-            base_mean=pl.col("base_value").mean(),
-        )
-    )
-    lines = rows.filter(pl.col("row") != pl.col("base"))
-    lines = lines.join(tests.filter(pl.col("count") > 1), "row", maintain_order="left")
-    lines = lines.join(bases, on="base", suffix=" of base", maintain_order="left")
+    by_row: dict[int, dict[str, float]] = {}
+    values = comparison.runs.select("row", "repeat", metric).drop_nulls()
+    for number, repeat, value in values.iter_rows():
+        by_row.setdefault(number, {})[repeat] = value
+    best: dict[str, dict[str, Any]] = {}
     cells = []
-    for line in lines.iter_rows(named=True):
-        mean, deviation, count = line["mean"], line["deviation"], line["count"]
+    for row in comparison.shown.iter_rows(named=True):
+        own = by_row.get(row["row"], {})
+        if len(own) < 2:
+            continue
+        base = best.setdefault(row["log"], row)
+        others = by_row[base["row"]]
+        shared = sorted(own.keys() & others.keys())
+        if base is row or len(shared) < 2:
+            continue
+        difference = np.array([own[seed] - others[seed] for seed in shared])
+        mean, deviation = float(difference.mean()), float(difference.std(ddof=1))
+        base_mean = float(np.mean([others[seed] for seed in shared]))
         p = float(mean == 0)  # of equal differences, where t is infinite, or 0 / 0
         if deviation:
-            statistic = abs(mean) / (deviation / math.sqrt(count))
-            p = 2 * student_t.sf(statistic, count - 1)
+            statistic = abs(mean) / (deviation / math.sqrt(len(shared)))
+            p = 2 * student_t.sf(statistic, len(shared) - 1)
+        of_base = {f"{name} of base": base[name] for name in COMPARED}
         cells.append(
             {
-                "model": line["model"],
-                "run": line["name"],
-                "seeds": line["shared"],
+                "model": row["model"],
+                "run": row["name"],
+                "seeds": ", ".join(shared),
                 f"{metric} less the best's": f"{mean:+.4f} ± {deviation:.4f}",
-                "relative": format_percent(mean, line["base_mean"]),
+                "relative": format_percent(mean, base_mean),
                 "p": f"{p:.3f}",
-                "training differs": describe_training_difference(line),
+                "training differs": describe_training_difference(row | of_base),
             }
         )
-    names = rows.filter(pl.col("row") == pl.col("base"))["name"]
     note = (
-        f"the best: {', '.join(names)}. p: two-sided paired t-test over shared seeds; "
-        "with few seeds only large, steady differences are below 0.05."
+        f"the best: {', '.join(row['name'] for row in best.values())}. p: two-sided "
+        "paired t-test over shared seeds; with few seeds only large, steady "
+        "differences are below 0.05."
     )
     title = "Against the best, seed by seed"
     return [(title, pl.DataFrame(cells), [note])] if cells else []
@@ -421,29 +412,23 @@ def best_tables(comparisons: Sequence[Comparison]) -> list[Table]:
     return [("Best of each model", table, [note])] if len(table) else []
 
 
-def to_text(table: Table) -> str:
-    """Render a table for the terminal, with aligned columns."""
-    title, frame, notes = table
-    columns = []
-    for column in frame:
-        cells = [column.name, *column]
-        width, side = max(map(len, cells)), "<" if column.name in WORDS else ">"
-        columns.append([f"{cell:{side}{width}}" for cell in cells])
-    header, *body = ("  ".join(cells) for cells in zip(*columns, strict=True))
-    lines = [title, header, "-" * len(header), *body, *notes]
-    return "\n".join(map(str.rstrip, lines))
-
-
 def to_markdown(table: Table) -> str:
-    """Render a table as Markdown, with the notes below."""
+    """Render a table as Markdown with aligned columns, and the notes below."""
     title, frame, notes = table
-    rules = ["---" if name in WORDS else "---:" for name in frame.columns]
-    rows = [list(map(escape_markdown, row)) for row in (frame.columns, *frame.rows())]
-    lines = [f"| {' | '.join(row)} |" for row in (rows[0], rules, *rows[1:])]
-    texts = map(escape_markdown, [title, *notes])
-    return "\n".join(
-        [f"### {next(texts)}", "", *lines, *(f"\n{note}" for note in texts), ""]
-    )
+    texts = cs.string().map_elements(escape_markdown, return_dtype=pl.String)
+    frame = frame.with_columns(texts).rename(escape_markdown)
+    with pl.Config(
+        tbl_formatting="ASCII_MARKDOWN",
+        tbl_hide_dataframe_shape=True,
+        tbl_hide_column_data_types=True,
+        tbl_rows=-1,
+        tbl_cols=-1,
+        tbl_width_chars=MAX_WIDTH,
+        fmt_str_lengths=MAX_WIDTH,
+    ):
+        lines = str(frame)
+    items = [f"- {escape_markdown(note)}" for note in notes]
+    return "\n".join([f"### {escape_markdown(title)}", "", lines, "", *items, ""])
 
 
 def escape_markdown(text: str) -> str:

@@ -16,27 +16,29 @@ Shapes: `U` users, `D` differences.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+import posixpath
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
-from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts, list_artifacts
 from numpy.typing import NDArray
 
 from core.schemas import RunRef
 from models import registry
+from models.metrics.metric import lower_is_better
 from models.metrics.per_user_metrics import decode_values
 from pipelines import tracking
 from pipelines.comparison.compare import (
     ALL_ITEMS,
     KNOWN_LEFT_OUT,
     Comparison,
-    lower_is_better,
     summarise,
 )
-from pipelines.comparison.runs import search_runs, to_frame, to_metrics
+from pipelines.comparison.runs import read_runs
 from pipelines.evaluation.baselines import Baseline
 from pipelines.evaluation.record import Result, artifact_name
 
@@ -82,6 +84,9 @@ COMPARED = [
     "seeds",
 ]
 """Columns of a base that a table shows beside those of a row or a group."""
+
+DESCRIBED = ["group", "position", "row", "model", "label", "ranking", *COMPARED]
+"""Columns of a group in the frame of differences."""
 
 
 def bootstrap_intervals(
@@ -186,37 +191,52 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
     columns = ["kind", "group", "base", "evaluation", "base_run"]
     pairs = pl.concat([own_teacher.select(columns), pairs.select(columns)])
     metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
+    ids = pl.concat([pairs["evaluation"], pairs["base_run"]]).unique()
+    artifacts = all_runs.filter(pl.col("evaluation").is_in(ids.to_list()))
+    with ThreadPoolExecutor() as threads:
+        loaded = threads.map(
+            partial(load_per_user, comparison.uri), artifacts["artifacts"]
+        )
+    per_user = {}
+    for run, by_split in zip(artifacts["evaluation"], loaded, strict=True):
+        if encoded := by_split.get(artifact_name("test"), {}).get(metric):
+            per_user[run] = encoded["users"], *decode_values(encoded)
     by_users: dict[str, list[tuple[Any, ...]]] = {}
-    for key, of_pair in pairs.group_by("kind", "group", "base", maintain_order=True):
-        run_pairs = of_pair.select("evaluation", "base_run").rows()
-        values = load_paired_metric(comparison.store.uri, run_pairs, metric)
-        if values is not None:
-            users, difference, base, counts = values
-            base_mean = float(base @ counts / counts.sum())
-            line = (*key, metric, len(run_pairs), len(counts), base_mean)
-            by_users.setdefault(users, []).append((line, difference, counts))
-    if not by_users:
-        return pl.DataFrame()
-    names = ["kind", "group", "base", "metric", "pairs", "users", "base_mean"]
+    by_group = {line["group"]: line for line in groups.iter_rows(named=True)}
+    by_row = {line["row"]: line for line in comparison.rows.iter_rows(named=True)}
+    for (kind, group_id, base_id), of_pair in pairs.group_by(
+        "kind", "group", "base", maintain_order=True
+    ):
+        same = [
+            (per_user[run], per_user[base])
+            for *_, run, base in of_pair.iter_rows()
+            if run in per_user and base in per_user
+            if per_user[run][0] == per_user[base][0]
+        ]
+        if not same or not len(same[0][0][2]):  # no request that the metric counts
+            continue
+        (users, _, counts), _ = same[0]
+        base_mean = np.mean([base[1] for _, base in same], 0)
+        difference = np.mean([run[1] for run, _ in same], 0) - base_mean
+        own = by_group[group_id]
+        other = by_row[base_id] if kind == "teacher" else by_group[base_id]
+        line = {
+            **{name: own[name] for name in DESCRIBED},
+            **{f"{name} of base": other[name] for name in COMPARED},
+            "kind": kind,
+            "metric": metric,
+            "pairs": len(of_pair),
+            "users": len(counts),
+            "base_mean": float(base_mean @ counts / counts.sum()),
+        }
+        by_users.setdefault(users, []).append((line, difference, counts))
     tables = []
     for same_users in by_users.values():
         lines, differences, all_counts = zip(*same_users, strict=True)
         intervals = bootstrap_intervals(np.stack(differences), all_counts[0])
-        tables.append(pl.DataFrame(lines, names, orient="row").hstack(intervals))
-    columns = ["group", "position", "row", "model", "label", "ranking", *COMPARED]
-    measured = pl.concat(tables).join(
-        groups.select(columns), on="group", maintain_order="left"
-    )
-    is_teacher = pl.lit(True).alias("is_teacher"), pl.lit(False).alias("is_teacher")
-    described = pl.concat(
-        [
-            comparison.rows.select(*COMPARED, is_teacher[0], base="row"),
-            groups.select(*COMPARED, is_teacher[1], base="group"),
-        ]
-    )
-    measured = measured.with_columns(is_teacher=pl.col("kind") == "teacher")
-    keys = ["is_teacher", "base"]
-    return measured.join(described, keys, suffix=" of base", maintain_order="left")
+        table = pl.DataFrame(lines, infer_schema_length=None)
+        tables.append(table.hstack(intervals))
+    return pl.concat(tables, how="vertical_relaxed") if tables else pl.DataFrame()
 
 
 def group_rows(runs: pl.DataFrame, comparison: Comparison) -> pl.DataFrame:
@@ -250,54 +270,22 @@ def group_rows(runs: pl.DataFrame, comparison: Comparison) -> pl.DataFrame:
     ).filter(is_tested)
 
 
-def load_paired_metric(
-    uri: str, runs: Sequence[tuple[str, str]], metric: str
-) -> tuple[str, NDArray, NDArray, NDArray] | None:
-    """Load a metric per user, averaged over pairs of runs with the same users.
+def load_per_user(uri: str, artifacts: str) -> dict[str, dict[str, Any]]:
+    """Return the metrics per user of an MLflow run, by artifact and name.
 
     Args:
         uri: Tracking URI.
-        runs: Ids of the evaluations of a model and of its base.
-        metric: Name of a metric per user, without its split.
-
-    Returns:
-        Hash of the users, and (U,) difference, metric of the base, and number of
-        requests; None if no pair has the metric for the same users.
+        artifacts: URI of the run's artifacts.
     """
-    values, base_values = [], []
-    for pair in runs:
-        model, base = (
-            download_per_user(uri, run).get(artifact_name("test"), {}).get(metric)
-            for run in pair
-        )
-        if model and base and model["users"] == base["users"]:
-            users, counts = model["users"], decode_values(model)[1]
-            values.append(decode_values(model)[0])
-            base_values.append(decode_values(base)[0])
-    if not values or not len(counts):  # no user has a request that the metric counts
-        return None
-    base_mean = np.mean(base_values, 0)
-    return users, np.mean(values, 0) - base_mean, base_mean, counts
-
-
-@lru_cache
-def download_per_user(uri: str, run_id: str) -> dict[str, dict[str, Any]]:
-    """Return the metrics per user of an MLflow run, by artifact and name."""
-    client = connect_once(uri)
     per_user = {}
-    for artifact in client.list_artifacts(run_id):
-        if artifact.path.startswith("evaluation-") and artifact.path.endswith(".json"):
-            with open(client.download_artifacts(run_id, artifact.path)) as file:
-                metrics = json.load(file).get("by_user")
+    for artifact in list_artifacts(artifact_uri=artifacts, tracking_uri=uri):
+        name = posixpath.basename(artifact.path)
+        if name.startswith("evaluation-") and name.endswith(".json"):
+            file = download_artifacts(f"{artifacts}/{name}", tracking_uri=uri)
+            metrics = json.loads(Path(file).read_text()).get("by_user")
             if metrics:
-                per_user[artifact.path] = metrics
+                per_user[name] = metrics
     return per_user
-
-
-@lru_cache
-def connect_once(uri: str) -> MlflowClient:
-    """Return the MLflow client of a store; connect on the first call only."""
-    return tracking.connect(uri)
 
 
 def best_trained_baseline(run: RunRef, metric: str) -> tuple[str, float] | None:
@@ -313,22 +301,18 @@ def best_trained_baseline(run: RunRef, metric: str) -> tuple[str, float] | None:
     Returns:
         The baseline's name and the value of its metric, or None without a baseline.
     """
-    client = tracking.connect(run.uri)
-    experiment = client.get_run(run.run_id).info.experiment_id
-    found = search_runs(client, [experiment])
-    runs = to_frame(found, {experiment: run.experiment})
+    runs = read_runs(run.uri, [run.experiment])
     training = runs.filter(id=run.run_id).select(VALIDATION_PARAMS)
     names = [name for name in registry.MODELS if registry.find(name).is_baseline]
     baselines = runs.filter(pl.col("model.name").is_in(names))
-    baselines = baselines.join(
-        training, on=VALIDATION_PARAMS, nulls_equal=True, maintain_order="left"
-    )
-    label = pl.coalesce(tracking.RANKS_BY_TAG, "model.name").alias("label")
-    values = to_metrics(found).filter(metric=f"val/{metric}")
-    values = baselines.select("id", label).join(values, on="id", maintain_order="left")
+    baselines = baselines.join(training, on=VALIDATION_PARAMS, nulls_equal=True)
+    if baselines.is_empty():
+        return None
+    label = pl.coalesce(tracking.RANKS_BY_TAG, "model.name")
+    values = baselines.select(label=label, value=f"val/{metric}").drop_nulls()
     values = values.unique("label", keep="last", maintain_order=True)
     values = values.sort("value", descending=not lower_is_better(metric))
-    return values.select("label", "value").row(0) if len(values) else None
+    return values.row(0) if len(values) else None
 
 
 def judge_result(

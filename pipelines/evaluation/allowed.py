@@ -37,66 +37,36 @@ def read_allowed(uri: str, items: Table[ItemsInfo]) -> tuple[Tensor, str]:
     filesystem, path = open_uri(uri)
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         content = stream.read()
-    read = read_parquet_ids if content.startswith(b"PAR1") else read_text_ids
     try:
-        ids = [parse_item_id(value) for value in read(content, uri)]
-    except ValueError as error:
-        raise UserError(f"{uri}: {error}") from error
+        if content.startswith(b"PAR1"):
+            file = pq.ParquetFile(pa.BufferReader(content))
+            check_plain_types(file.schema_arrow, uri)
+            values = file.read([COLUMN])[COLUMN].to_pylist()
+        else:
+            lines = csv.reader(io.StringIO(content.decode("utf-8-sig")))
+            rows = [row for row in lines if any(map(str.strip, row))]
+            header = [name.strip() for name in rows[0]] if rows else []
+            column, width = 0, 1
+            if COLUMN in header:
+                rows, column, width = rows[1:], header.index(COLUMN), len(header)
+            for row in rows:
+                if len(row) != width:
+                    raise ValueError(f"the row {','.join(row)!r} is not one item id")
+            values = [row[column] for row in rows]
+        ids = [parse_item_id(value) for value in values]
+    except (pa.ArrowException, KeyError, ValueError, csv.Error) as error:
+        raise UserError(f"{uri} has no column {COLUMN} ({one_line(error)})") from error
     if not ids:
         raise UserError(f"{uri} has no item id, so nothing could be recommended")
-    item_index = {
-        item: index
-        for index, item in enumerate(items.read([COLUMN])[COLUMN].to_pylist())
+    index = {
+        item: row for row, item in enumerate(items.read([COLUMN])[COLUMN].to_pylist())
     }
-    unknown = [item for item in ids if item not in item_index]
+    unknown = [item for item in ids if item not in index]
     if unknown:
         raise UserError(
             f"{uri} has {len(unknown):,} ids that are not among the {items.rows:,} of "
             f"{items.uri}, the first is {unknown[0]!r}"
         )
     mask = torch.zeros(items.rows, dtype=torch.bool)
-    mask[[item_index[item] for item in ids]] = True
+    mask[[index[item] for item in ids]] = True
     return mask, hashlib.sha256(content).hexdigest()
-
-
-def read_parquet_ids(content: bytes, uri: str) -> list[object]:
-    """Return the ids in a Parquet file.
-
-    Args:
-        content: Content of the file.
-        uri: URI of the file, for messages.
-    """
-    try:
-        file = pq.ParquetFile(pa.BufferReader(content))
-        check_plain_types(file.schema_arrow, uri)
-        return file.read([COLUMN])[COLUMN].to_pylist()
-    except (pa.ArrowException, KeyError) as error:
-        raise UserError(
-            f"{uri} is not a Parquet file with a column {COLUMN} ({one_line(error)})"
-        ) from error
-
-
-def read_text_ids(content: bytes, uri: str) -> list[str]:
-    """Return the ids in a CSV file with a header, or in a text with one id per line.
-
-    Args:
-        content: Content of the file.
-        uri: URI of the file, for messages.
-    """
-    try:
-        lines = csv.reader(io.StringIO(content.decode("utf-8-sig")))
-        rows = [row for row in lines if any(map(str.strip, row))]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{uri} is not UTF-8 text ({error})") from error
-    column, width = 0, 1
-    header = [name.strip() for name in rows[0]] if rows else []
-    if COLUMN in header:
-        rows = rows[1:]
-        column, width = header.index(COLUMN), len(header)
-    for row in rows:
-        if len(row) != width:
-            raise UserError(
-                f"{uri} has the row {','.join(row)!r}, neither one item id nor a row "
-                f"of a CSV with {COLUMN}"
-            )
-    return [row[column] for row in rows]

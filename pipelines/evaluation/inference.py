@@ -19,7 +19,7 @@ Shapes: `B` rows of a batch, `K` items of a ranking.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -56,42 +56,40 @@ from models.training import checkpoint
 from pipelines import cluster
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.checks import (
-    CheckedEvaluation,
     Workers,
     check_evaluation,
     resolve_device,
 )
 from pipelines.prepare.executor import quiet_ray_data
+from pipelines.start import start_ray
 
 USERS_PER_PART = 50_000
 """Largest number of users per file of the table."""
 
 
-def list_type(item_type: pa.DataType) -> pa.DataType:
-    """Return the Arrow type of lists whose items have a type."""
-    return pa.list_(pa.field("item", item_type))
-
+ITEM_IDS = pa.field("item_id", pa.list_(pa.field("item", pa.string())), nullable=False)
+FLOATS = pa.list_(pa.field("item", pa.float32()))
+BOOLEANS = pa.list_(pa.field("item", pa.bool_()))
+USER_ID = pa.field("user_id", pa.string(), nullable=False)
 
 RECOMMENDATIONS = pa.schema(
     [
-        pa.field("user_id", pa.string(), nullable=False),
-        # best first, at most K
-        pa.field("item_id", list_type(pa.string()), nullable=False),
-        # on the model's scale
-        pa.field("score", list_type(pa.float32()), nullable=False),
+        USER_ID,
+        ITEM_IDS,  # best first, at most K
+        pa.field("score", FLOATS, nullable=False),  # on the model's scale
     ]
 )
 
 RANKED_REQUESTS = pa.schema(
     [
-        RECOMMENDATIONS.field("user_id"),
+        USER_ID,
         # index of the request among the `requests` of the user's row in `sequences`
         pa.field("request", pa.int32(), nullable=False),
         pa.field("timestamp_ms", pa.int64()),
         pa.field("target", pa.string(), nullable=False),
         # whether the target is in the history; metrics under first/ skip the request
         pa.field("target_is_known", pa.bool_(), nullable=False),
-        RECOMMENDATIONS.field("item_id"),
+        ITEM_IDS,
         RECOMMENDATIONS.field("score"),
     ]
 )
@@ -101,25 +99,13 @@ def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
     """Return the schema of `scores`: one row per request, ordered as the sequences.
 
     A request is a search, or the impressions of a user at one time of a feed.
-
-    Args:
-        labels: Names of the labels.
-        has_queries: Whether requests have a query.
+    Candidates are best first by the first label.
     """
-    fields = [
-        pa.field("user_id", pa.string(), nullable=False),
-        pa.field("timestamp_ms", pa.int64(), nullable=False),
-    ]
-    if has_queries:
-        fields.append(pa.field("query", pa.string()))
-    # candidates, best first by the first label
-    fields.append(pa.field("item_id", list_type(pa.string()), nullable=False))
-    probabilities, booleans = list_type(pa.float32()), list_type(pa.bool_())
-    for name in labels:
-        fields.append(pa.field(f"score_{name}", probabilities, nullable=False))
-    for name in labels:
-        fields.append(pa.field(f"label_{name}", booleans, nullable=False))
-    return pa.schema(fields)
+    query = [pa.field("query", pa.string())] if has_queries else []
+    scores = [pa.field(f"score_{name}", FLOATS, nullable=False) for name in labels]
+    values = [pa.field(f"label_{name}", BOOLEANS, nullable=False) for name in labels]
+    time = pa.field("timestamp_ms", pa.int64(), nullable=False)
+    return pa.schema([USER_ID, time, *query, ITEM_IDS, *scores, *values])
 
 
 @dataclass(frozen=True)
@@ -155,12 +141,10 @@ class InferenceTask:
     """Folder of the table."""
     schema: pa.Schema
     """Schema of the table."""
-    k: int
-    """Number of items per ranking."""
     split: str
     """Split whose requests are ranked; `next`: after all behaviours of each user."""
-    batch_size: int
-    """Requests per batch."""
+    options: InferenceOptions
+    """Options of the inference."""
     recommend: dict[str, Any]
     """Options of `recommend`, with the mask of the allowed items."""
     workers: Workers
@@ -195,24 +179,19 @@ class Inference:
         self.tables = self.loaded.catalogue.versions
         items = self.tables["items"].read(["item_id"])
         self.items = items["item_id"].combine_chunks()
-        self.examples = self.load_examples()
+        max_history = self.model.config.max_history
+        self.examples = self.model.load_examples(
+            self.loaded.catalogue,
+            task.split,
+            max_history=required_history(max_history, task.recommend),
+        )
         self.user_rows = self.examples.user[self.examples.rows()]
         self.file = -1
 
-    def __call__(self, block: dict[str, NDArray]) -> dict[str, NDArray]:
-        """Write the parts of a block of units.
-
-        Args:
-            block: Columns `file`, `first` and `last`, as `cut_units` returns them.
-
-        Returns:
-            The block with the columns `part` (as JSON) and `count`.
-        """
-        columns = (block[name].tolist() for name in ("file", "first", "last"))
-        written = [self.write_unit(*unit) for unit in zip(*columns, strict=True)]
-        parts = np.array([json.dumps(vars(part)) for part, _ in written], dtype=object)
-        counts = np.array([count for _, count in written])
-        return {**block, "part": parts, "count": counts}
+    def __call__(self, unit: dict[str, Any]) -> dict[str, Any]:
+        """Write the part of a unit (`cut_units`); add columns `part` and `count`."""
+        part, count = self.write_unit(**unit)
+        return {**unit, "part": json.dumps(vars(part)), "count": count}
 
     def write_unit(self, file: int, first: int, last: int) -> tuple[Part, int]:
         """Rank for a range of users, and write a part of the table.
@@ -226,45 +205,27 @@ class Inference:
             The part, and its count for `count_name`.
         """
         if file != self.file:
-            self.load_users(file)
+            sequences = self.tables["sequences"]
+            uri = sequences.part_uris()[file]
+            self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
+            self.first_user = sum(part.rows for part in sequences.files[:file])
+            self.file = file
         index = self.user_rows - self.first_user
         rows = self.examples.rows()[(first <= index) & (index < last)]
-        ranked = self.rank_rows(rows)
+        ordered = self.examples.sort_for_evaluation(rows)  # batches of similar lengths
+        ranked = []
+        for batch_rows in self.examples.cut_batches(
+            ordered, self.task.options.batch_size
+        ):
+            batch = self.examples.collate(batch_rows).to(self.device)
+            with torch.no_grad():
+                ranked.append([value.cpu().numpy() for value in self.rank(batch)])
         if not ranked:
             return write_part(self.task.output, self.task.schema.empty_table()), 0
         arrays = [np.concatenate(batches) for batches in zip(*ranked, strict=True)]
         columns, count = self.to_columns(*arrays)
         table = pa.table(columns, schema=self.task.schema)
         return write_part(self.task.output, table), count
-
-    def rank_rows(self, rows: NDArray[np.int64]) -> list[list[NDArray]]:
-        """Rank for examples in batches of similar lengths.
-
-        Args:
-            rows: Rows of the examples in the dataset.
-
-        Returns:
-            The arrays that `rank` returns, for each batch.
-        """
-        ranked = []
-        ordered = self.examples.sort_for_evaluation(rows)
-        for batch_rows in self.examples.cut_batches(ordered, self.task.batch_size):
-            batch = self.examples.collate(batch_rows).to(self.device)
-            with torch.no_grad():
-                ranked.append([value.cpu().numpy() for value in self.rank(batch)])
-        return ranked
-
-    def load_users(self, file: int) -> None:
-        """Load the user ids of a file of `sequences`."""
-        sequences = self.tables["sequences"]
-        uri = sequences.part_uris()[file]
-        self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
-        self.first_user = sum(part.rows for part in sequences.files[:file])
-        self.file = file
-
-    def load_examples(self) -> RequestDataset:
-        """Load the requests to rank."""
-        return self.model.load_examples(self.loaded.catalogue, self.task.split)
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Rank for a batch.
@@ -284,83 +245,52 @@ class Inference:
         raise NotImplementedError
 
 
-class UserInference(Inference):
-    """Inference that ranks the catalogue after all behaviours of each user."""
+class CatalogueInference(Inference):
+    """Inference that ranks the catalogue for each user, or each request of a split."""
 
     table = "recommendations"
-    count_name = "below_k"
-
-    def load_examples(self) -> RequestDataset:
-        """Load the requests, with histories as long as the options need."""
-        max_history = required_history(self.model.config.max_history, self.recommend)
-        return self.model.load_examples(
-            self.loaded.catalogue, self.task.split, max_history=max_history
-        )
-
-    def rank(self, batch: Any) -> Sequence[Tensor]:
-        """Return user rows (B,), items (B, K) and scores (B, K)."""
-        items, scores = self.model.recommend(batch, self.task.k, **self.recommend)
-        return batch.user_row, items, scores.float()
-
-    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
-        """Return the columns of `RECOMMENDATIONS`, and the number of short rankings."""
-        order = np.argsort(user, kind="stable")
-        user_ids = pc.take(self.users, pa.array(user[order] - self.first_user))
-        items, scores = (values[order] for values in ranked)
-        rankings, num_short = self.to_rankings(items, scores)
-        return [user_ids, *rankings], num_short
-
-    def to_rankings(
-        self, items: NDArray, scores: NDArray
-    ) -> tuple[list[pa.Array], int]:
-        """Return the columns `item_id` and `score`, and the number of short rankings.
-
-        Args:
-            items: (B, K) items, negative after the end of a short ranking.
-            scores: (B, K) scores.
-        """
-        is_item = items >= 0  # (B, K)
-        lengths = is_item.sum(1)  # (B,)
-        offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
-        item_ids = pc.take(self.items, pa.array(items[is_item]))
-        item_scores = pa.array(scores[is_item], pa.float32())
-        columns = [
-            pa.ListArray.from_arrays(offsets, values)
-            for values in (item_ids, item_scores)
-        ]
-        return columns, int((lengths < self.task.k).sum())
-
-
-class RequestInference(UserInference):
-    """Inference that ranks the catalogue for each request of a split."""
-
     count_name = "below_k"
     examples: RetrievalDataset
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
-        """Return user rows, request numbers, targets, repeats, items and scores.
+        """Return user rows (B,), items (B, K) and scores (B, K).
 
-        Items and scores are (B, K), the other tensors (B,).
+        For a split also request numbers, targets and repeats, (B,) each.
         """
-        user, items, scores = super().rank(batch)
-        return user, batch.request, batch.target, batch.repeats, items, scores
+        k = self.task.options.k
+        items, scores = self.model.recommend(batch, k, **self.recommend)
+        ranked = (batch.user_row, items, scores.float())
+        if self.task.split == "next":
+            return ranked
+        return *ranked, batch.request, batch.target, batch.repeats
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
-        """Return the columns of `RANKED_REQUESTS`, and the number of short rankings."""
-        order = np.argsort(ranked[0], kind="stable")  # by user, then by request
-        user = user[order]
-        number, target, repeats, items, scores = (values[order] for values in ranked)
-        index = request_index(number)
-        request = self.examples.request_offsets[user] + index
-        rankings, num_short = self.to_rankings(items, scores)
-        columns = [
-            pc.take(self.users, pa.array(user - self.first_user)),
-            pa.array(index, pa.int32()),
-            pa.array(self.examples.columns["request_time"][request]),
-            pc.take(self.items, pa.array(target)),
-            pa.array(repeats.astype(bool)),
+        """Return the columns of the table, and the number of short rankings."""
+        items, scores, *request = ranked
+        # by user, then by request
+        order = np.argsort(request[0] if request else user, kind="stable")
+        user, items, scores = user[order], items[order], scores[order]
+        columns = [pc.take(self.users, pa.array(user - self.first_user))]
+        if request:
+            number, target, repeats = (values[order] for values in request)
+            index = request_index(number)
+            row = self.examples.request_offsets[user] + index
+            columns += [
+                pa.array(index, pa.int32()),
+                pa.array(self.examples.columns["request_time"][row]),
+                pc.take(self.items, pa.array(target)),
+                pa.array(repeats.astype(bool)),
+            ]
+        is_item = items >= 0  # (B, K); items are negative after a short ranking's end
+        lengths = is_item.sum(1)  # (B,)
+        offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
+        item_ids = pc.take(self.items, pa.array(items[is_item]))
+        item_scores = pa.array(scores[is_item], pa.float32())
+        columns += [
+            pa.ListArray.from_arrays(offsets, values)
+            for values in (item_ids, item_scores)
         ]
-        return [*columns, *rankings], num_short
+        return columns, int((lengths < self.task.options.k).sum())
 
 
 class CandidateInference(Inference):
@@ -421,7 +351,6 @@ def infer_all(
     output: str,
     options: InferenceOptions | None = None,
     workers: Workers | None = None,
-    start_ray: Callable[[], None] = lambda: None,
 ) -> tuple[Table[PredictionsInfo], bool]:
     """Write the rankings of a checkpoint for many users to a table.
 
@@ -431,7 +360,6 @@ def infer_all(
         output: Folder of the table.
         options: Options of the inference.
         workers: Processes and devices; by default this process.
-        start_ray: Start Ray; called only if the workers need it.
 
     Returns:
         The table, and whether an equal table existed already.
@@ -439,16 +367,40 @@ def infer_all(
     output = absolute(output)
     options, workers = options or InferenceOptions(), workers or Workers()
     checked = check_evaluation(uri, inputs, options.recommend)
-    kind = choose_kind(checked, options)
-    ranked = describe_ranked(kind, options)
-    recommend = dict(checked.options)
+    saved, recommend = checked.checkpoint, dict(checked.options)
+    model_class = registry.find(saved.name)
+    if reason := model_class.reason_not_served():
+        raise UserError(f"the model '{saved.name}' is not served: {reason}")
+    sequences = checked.versions["sequences"]
+    kind: type[Inference] = CatalogueInference
+    ranked: dict[str, Any] = {"k": options.k}
+    if model_class.ranks != "catalogue":
+        if options.allowed:
+            raise UserError(
+                f"allowed is {options.allowed}, but the model '{saved.name}' scores "
+                "given candidates"
+            )
+        kind, ranked = CandidateInference, {"split": options.split or "test"}
+        labels = model_class.describe_requests(sequences.info)["labels"]
+        has_queries = "queries" in model_class.catalogue_class.tables["tables"]
+        schema = scores_schema(labels, has_queries)
+    elif options.split:
+        ranked["split"] = options.split
+        schema = RANKED_REQUESTS
+    else:
+        schema = RECOMMENDATIONS
     config = {
         **ranked,
         "users_per_part": options.users_per_part,
-        "model": checked.checkpoint.model,
+        "model": saved.model,
         **recommend,
     }
-    hashes = hash_inputs(checked)
+    hashes = {
+        name: checked.versions[name].hash
+        for name, trained in saved.hashes.items()
+        if trained
+    }
+    hashes["checkpoint"] = checkpoint.weights_hash(checked.uri)
     if options.allowed:
         recommend["allowed"], hashes["allowed"] = read_allowed(
             options.allowed, checked.versions["items"]
@@ -458,100 +410,35 @@ def infer_all(
     if finished:
         finished.check_made_with(config, hashes)
         return finished, True
-    sequences = checked.versions["sequences"]
-    name = checked.checkpoint.name
+    split = ranked.get("split", "")
     task = InferenceTask(
         uri=checked.uri,
         inputs=inputs,
         output=output,
-        schema=choose_schema(kind, name, sequences),
-        k=options.k,
-        split=ranked.get("split", "next"),
-        batch_size=options.batch_size,
+        schema=schema,
+        split=split or "next",
+        options=options,
         recommend=recommend,
         workers=workers,
     )
     if workers.use_ray:
         start_ray()
     with writing(output):
-        written = write_units(kind, task, cut_units(sequences, options.users_per_part))
+        units = cut_units(sequences, options.users_per_part)
+        written = write_units(kind, task, units)
         counted = {kind.count_name: sum(count for _, count in written)}
-        info = PredictionsInfo(
-            model=name, checkpoint=checked.uri, split=ranked.get("split", ""), **counted
-        )
-        parts = [part for part, _ in written]
         table = commit(
             output,
             kind.table,
-            task.schema,
-            parts,
+            schema,
+            [part for part, _ in written],
             config=config,
             inputs=hashes,
-            info=info,
+            info=PredictionsInfo(
+                model=saved.name, checkpoint=checked.uri, split=split, **counted
+            ),
         )
     return table, False
-
-
-def describe_ranked(kind: type[Inference], options: InferenceOptions) -> dict[str, Any]:
-    """Return the number of items per ranking and the split, for the manifest.
-
-    Scores of candidates have no number of items, and rankings of users no split.
-    """
-    if kind is CandidateInference:
-        return {"split": options.split or "test"}
-    if options.split:
-        return {"k": options.k, "split": options.split}
-    return {"k": options.k}
-
-
-def hash_inputs(checked: CheckedEvaluation) -> dict[str, str]:
-    """Return the hashes of the tables that the model reads, and of its weights."""
-    hashes = {
-        name: checked.versions[name].hash
-        for name, trained in checked.checkpoint.hashes.items()
-        if trained
-    }
-    return {**hashes, "checkpoint": checkpoint.weights_hash(checked.uri)}
-
-
-def choose_kind(
-    checked: CheckedEvaluation, options: InferenceOptions
-) -> type[Inference]:
-    """Return the inference class for a checkpoint and options."""
-    name = checked.checkpoint.name
-    model_class = registry.find(name)
-    reason = model_class.reason_not_served()
-    if reason:
-        raise UserError(f"the model '{name}' is not served: {reason}")
-    if model_class.ranks == "catalogue":
-        return RequestInference if options.split else UserInference
-    if options.allowed:
-        raise UserError(
-            f"allowed is {options.allowed}, but the model '{name}' scores given "
-            "candidates"
-        )
-    return CandidateInference
-
-
-def choose_schema(
-    kind: type[Inference], name: str, sequences: Table[SequencesInfo]
-) -> pa.Schema:
-    """Return the schema of the table that an inference writes.
-
-    Args:
-        kind: Class of the inference.
-        name: Name of the model.
-        sequences: Table of the sequences.
-    """
-    if kind is UserInference:
-        return RECOMMENDATIONS
-    if kind is RequestInference:
-        return RANKED_REQUESTS
-    model_class = registry.find(name)
-    labels = model_class.describe_requests(sequences.info)["labels"]
-    return scores_schema(
-        labels, "queries" in model_class.catalogue_class.tables["tables"]
-    )
 
 
 def cut_units(
@@ -572,7 +459,7 @@ def cut_units(
 
 
 def write_units(
-    kind: type[Inference], task: InferenceTask, units: list[dict[str, int]]
+    kind: Any, task: InferenceTask, units: list[dict[str, int]]
 ) -> list[tuple[Part, int]]:
     """Write the parts of all units, in this process or by Ray Data actors.
 
@@ -596,10 +483,9 @@ def write_units(
     with cluster.silence_cpp_log():
         written = (
             ray.data.from_items(units, override_num_blocks=len(units))
-            .map_batches(
+            .map(
                 kind,
                 fn_constructor_args=(task,),
-                batch_size=1,
                 compute=pool,
                 num_cpus=1,
                 num_gpus=1 if needs_gpu else 0,

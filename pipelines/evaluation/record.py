@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,53 +212,6 @@ def artifact_name(split: str) -> str:
     return f"evaluation-{split}.json"
 
 
-def group_evaluations(runs: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return the finished evaluations among MLflow runs, by the id of their training.
-
-    If a training was evaluated, continued and evaluated again, the evaluations of the
-    earlier weights are left out.
-    """
-    runs = list(runs)
-    weights = {run.info.run_id: run.data.tags.get(tracking.WEIGHTS_TAG) for run in runs}
-    evaluations: dict[str, list[Any]] = {}
-    for run in runs:
-        if run.data.tags.get(tracking.KIND_TAG) != tracking.EVALUATION:
-            continue
-        training = run.data.tags.get(tracking.PARENT_TAG, "")
-        is_current = weights.get(training) == weights[run.info.run_id]
-        if is_current and run.info.status == "FINISHED":
-            evaluations.setdefault(training, []).append(run)
-    return evaluations
-
-
-def read_options(evaluation: Any, training: Any) -> dict[str, str]:
-    """Return the options of an evaluation that differ from the model's config.
-
-    Args:
-        evaluation: MLflow run of the evaluation.
-        training: MLflow run of its training.
-    """
-    config = training.data.params
-    return {
-        name: value
-        for name, value in sorted(evaluation.data.params.items())
-        if name not in ("split", "checkpoint", "batch_size")
-        and config.get(f"model.{name}") != value
-    }
-
-
-def read_fresh_log(evaluation: Any, training: Any) -> str:
-    """Return the hash of an evaluation's log, or "" if it is the training's log.
-
-    Args:
-        evaluation: MLflow run of the evaluation.
-        training: MLflow run of its training.
-    """
-    training_log = training.data.tags.get("table.sequences", "")
-    log = evaluation.data.tags.get("table.sequences", "")
-    return log if training_log and log != training_log else ""
-
-
 def load_test_metrics(run: RunRef) -> dict[str, float]:
     """Return the metrics of a training's latest evaluation on test, by MLflow name.
 
@@ -267,20 +220,14 @@ def load_test_metrics(run: RunRef) -> dict[str, float]:
     """
     client = tracking.connect(run.uri)
     training = client.get_run(run.run_id)
-    children = client.search_runs(
+    weights = training.data.tags.get(tracking.WEIGHTS_TAG, "")
+    evaluations = client.search_runs(
         [training.info.experiment_id],
-        f"tags.`{tracking.PARENT_TAG}` = '{run.run_id}'",
-        order_by=["attributes.start_time ASC"],
+        f"tags.`{tracking.PARENT_TAG}` = '{run.run_id}' and run_name = 'test' "
+        f"and tags.`{tracking.WEIGHTS_TAG}` = '{weights}' and status = 'FINISHED'",
+        max_results=1,
     )
-    evaluations = group_evaluations([training, *children]).get(run.run_id, [])
-    on_test = [run for run in evaluations if run.data.params["split"] == "test"]
-    plain = [
-        evaluation
-        for evaluation in on_test
-        if not read_options(evaluation, training)
-        and not read_fresh_log(evaluation, training)
-    ]
-    return dict(plain[-1].data.metrics) if plain else {}
+    return dict(evaluations[0].data.metrics) if evaluations else {}
 
 
 def pop_per_user(sums: dict[str, Any]) -> dict[str, dict[str, str]]:

@@ -16,7 +16,7 @@ from core.errors import UserError
 from core.options import parse
 from jobs.compare import Config, run, shorten
 from pipelines import tracking
-from pipelines.comparison.tables import to_markdown, to_text
+from pipelines.comparison.tables import to_markdown
 from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
 HOSTILE = "<img src=x>|[a](b)"
@@ -58,20 +58,20 @@ def store(
     return uri
 
 
-def test_the_text_is_aligned_and_the_markdown_escaped() -> None:
+def test_a_table_is_aligned_markdown_with_escaped_cells() -> None:
     frame = pl.DataFrame(
         {"model": ["sasrec", "t"], "run": ["a|b", "c"], "n": ["10", "-"]}
     )
-    table = "retrieval/x", frame, ["note"]
-    assert to_text(table).splitlines() == [
-        "retrieval/x",
-        "model   run   n",
-        "---------------",
-        "sasrec  a|b  10",
-        "t       c     -",
-        "note",
+    assert to_markdown(("retrieval/x", frame, ["note"])).splitlines() == [
+        "### retrieval/x",
+        "",
+        "| model  | run  | n  |",
+        "|--------|------|----|",
+        "| sasrec | a\\|b | 10 |",
+        "| t      | c    | -  |",
+        "",
+        "- note",
     ]
-    assert "| sasrec | a\\|b | 10 |" in to_markdown(table)
 
 
 def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
@@ -93,12 +93,12 @@ def test_tables_are_printed_and_written_as_markdown(
     run(parse(Config, [*words, "--markdown", str(markdown)]))
 
     output = capsys.readouterr().out
-    assert output.index(HOSTILE) < output.index("alpha-0.7-8")  # best first
+    assert output.index("img src=x") < output.index("alpha-0.7-8")  # best first
     assert "clears it" in output
     assert "0.9000" in output
     assert "0.6000" not in output  # validation at the best epoch alone
     text = markdown.read_text()
-    assert "| sid_mlp | alpha-0.7-8 | 1 |" in text
+    assert re.search(r"\| sid_mlp +\| alpha-0.7-8 +\| 1 +\|", text)
     assert "<img" not in text
     assert "](" not in text
     with pytest.raises(UserError, match="/proc/x"):

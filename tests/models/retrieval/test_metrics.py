@@ -12,16 +12,15 @@ from sklearn.metrics import ndcg_score
 from torch import Tensor
 
 from models.evaluation import add_sums
+from models.metrics.metric import CUTOFFS, RequestMetric, find_metrics
 from models.retrieval.data import RequestBatch
 from models.retrieval.metrics import (
-    CUTOFFS,
     count_shown,
     exposure,
-    hit_rank,
     means,
     measure_ranking,
-    metric_sums,
     names,
+    rank_target,
 )
 from tests.fixtures.batches import fill_batch
 
@@ -40,7 +39,12 @@ def test_metrics_equal_scikit_learn_and_a_count_of_hits():
     ranked = np.argsort(-scores, axis=1).copy()
     cutoffs = (1, 3, 10, 40)
 
-    sums = metric_sums(torch.from_numpy(ranked), torch.from_numpy(targets), cutoffs)
+    ranking = rank_target(torch.from_numpy(ranked), torch.from_numpy(targets))
+    sums = {
+        f"{metric.name}@{k}": float(metric.values(ranking, k).sum())
+        for metric in find_metrics(RequestMetric)
+        for k in cutoffs
+    }
 
     ranks = [
         row.index(target) + 1
@@ -53,17 +57,20 @@ def test_metrics_equal_scikit_learn_and_a_count_of_hits():
         hits = [rank for rank in ranks if rank <= k]
         assert sums[f"recall@{k}"] == len(hits)
         assert sums[f"mrr@{k}"] == pytest.approx(sum(1 / rank for rank in hits))
+        assert sums[f"map@{k}"] == pytest.approx(sums[f"mrr@{k}"])
 
 
 def test_sums_of_batches_add_up():
     ranked = draw_rankings(50, seed=1)
     generator = torch.Generator().manual_seed(3)
     target = torch.randint(0, 30, (50,), generator=generator)
-    whole = metric_sums(ranked, target)
-    parts = [
-        metric_sums(ranked[first : first + 7], target[first : first + 7])
-        for first in range(0, 50, 7)
-    ]
+
+    def measure(rows: slice) -> dict[str, float]:
+        values = {"target": target[rows], "repeats": torch.ones(len(target[rows]))}
+        return measure_ranking(ranked[rows], fill_batch(RequestBatch, {}, **values))
+
+    whole = measure(slice(None))
+    parts = [measure(slice(first, first + 7)) for first in range(0, 50, 7)]
     assert add_sums(parts) == pytest.approx(whole)
     assert whole["examples"] == 50
     assert "examples" not in means(whole)
@@ -119,6 +126,8 @@ def test_exposure_equals_a_count_of_shown_items_and_pairs():
             "coverage@10": len(set(top)) / 40,
             "new_items@10": num_new / len(top),
             "gini@10": differences.mean() / (2 * len(top) / 40),
+            # an item without training behaviours counts as one with one
+            "novelty@10": math.log2(40),
         }
     )
 
@@ -126,5 +135,8 @@ def test_exposure_equals_a_count_of_shown_items_and_pairs():
 def test_a_target_or_a_rank_without_an_item_is_no_hit():
     items = torch.tensor([[3, -1, -1], [-1, -1, -1], [2, 1, -1]])
     target = torch.tensor([-1, -1, 1])
-    assert hit_rank(items, target).tolist() == [3, 3, 1]
-    assert metric_sums(items, target, (3,))["recall@3"] == 1
+    ranking = rank_target(items, target)
+    assert ranking.rank.tolist() == [20, 20, 1]
+    for metric in find_metrics(RequestMetric):
+        assert metric.values(ranking, 3)[:2].tolist() == [0, 0]
+        assert metric.values(ranking, 3)[2] > 0

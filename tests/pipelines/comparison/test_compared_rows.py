@@ -11,12 +11,12 @@ import pytest
 
 from core.errors import UserError
 from core.files import hold_lock
+from models.metrics.metric import lower_is_better
 from pipelines import tracking
 from pipelines.comparison.compare import (
     compare,
     find_best_run,
-    lower_is_better,
-    shared_name,
+    name_runs,
 )
 from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
@@ -28,13 +28,12 @@ def uri(new_store: Callable[[Path], str], tmp_path: Path) -> str:
 
 
 def test_names_of_seeds_are_shortened_to_their_common_prefix() -> None:
-    name = "tiger-seed1"
-    for other in ("tiger-seed2", "tiger-seed3"):
-        name = shared_name(name, other)
-    assert name == "tiger*"
-    assert shared_name("lr-0.1-seed-42-ab", "lr-0.1-seed-43-cd") == "lr-0.1*"
-    assert shared_name("a", "a") == "a"
-    assert shared_name("a", "b") == "*"
+    seeds = [f"tiger-seed{seed}" for seed in (1, 2, 3)]
+    assert name_runs(seeds, "tiger", "") == "tiger*"
+    names = ["lr-0.1-seed-42-ab", "lr-0.1-seed-43-cd"]
+    assert name_runs(names, "tiger", "unseen") == "lr-0.1* [unseen]"
+    assert name_runs(["a", "a"], "tiger", "") == "a"
+    assert name_runs(["a", "b"], "tiger", "") == "tiger*"
 
 
 def test_lower_is_better_for_losses_times_and_memory() -> None:

@@ -233,6 +233,11 @@ def test_results_are_logged_to_the_training_run_and_compared(
         return load_test_metrics(RunRef(**saved.tracking))
 
     metrics = load_metrics("sasrec-1")
+    path = evaluation.checkpoint_path("tiger")
+    run_id = checkpoint.read(path).tracking["run_id"]
+    tags = tracking.connect(evaluation.uri).get_run(run_id).data.tags
+    # students are compared with the teacher that has these weights
+    assert tags[tracking.WEIGHTS_TAG] == checkpoint.weights_hash(path)
     file = Path(evaluation.checkpoint_path("sasrec-1"), "evaluation-test.json")
     written = json.loads(file.read_text())
     assert metrics["test/ndcg_at_10"] == written["metrics"]["ndcg@10"]

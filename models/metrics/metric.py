@@ -1,0 +1,107 @@
+"""Metrics of rankings of a catalogue, as classes in the files of `ranked`.
+
+    class HitRate(RequestMetric):
+        name = "hit_rate"
+
+        def values(self, ranking, k):
+            return (ranking.rank < k).double()
+
+A file with such a class adds the metric to validation, `fit.metric`, evaluation and
+comparison. Shapes: `B` requests, `K` ranked items, `N` items of the catalogue.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from models.metrics import ranked
+
+CUTOFFS = (1, 5, 10, 20)
+"""Ranks K at which metrics of requests are measured."""
+
+TOP = 10
+"""Rank of the metrics of catalogues, and of metrics per user."""
+
+COSTS = ("entropy", "entropy_train", "loss", "seconds", "memory_mb", "mse", "median_s")
+"""Ends of the names of other metrics of which a smaller value is better."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranked items of a batch of requests with one target each."""
+
+    items: Tensor
+    """(B, K) items, best first, -1 at padding."""
+    target: Tensor
+    """(B,) target items, -1 if unknown."""
+    rank: Tensor
+    """(B,) rank of the target, from 0; at least `max(CUTOFFS)` if it is not ranked."""
+
+
+class Metric:
+    """A metric of ranked items."""
+
+    name: ClassVar[str]
+    """Name without the rank: `ndcg` is measured as `ndcg@10`."""
+    lower_is_better: ClassVar[bool] = False
+    """Whether a smaller value is better."""
+    is_printed: ClassVar[bool] = True
+    """Whether `jobs.evaluate` prints the metric."""
+    compared: ClassVar[tuple[int, ...]] = ()
+    """Ranks K of the columns in the tables of `jobs.compare`."""
+
+
+class RequestMetric(Metric):
+    """A metric that is a mean over requests."""
+
+    by_user: ClassVar[tuple[str, ...]] = ()
+    """Requests of which means per user are stored, for intervals over users: all (the
+    empty prefix), and those for a first-time item (`first/`)."""
+    is_shown_in_training: ClassVar[bool] = False
+    """Whether a training prints the metric of its best epoch."""
+
+    def values(self, ranking: Ranking, k: int) -> Tensor:
+        """Return the metric (B,) of the first `k` items of each request."""
+        raise NotImplementedError
+
+
+class CatalogueMetric(Metric):
+    """A metric of all top 10 lists of an evaluation together."""
+
+    label: ClassVar[str]
+    """Name in the printed line."""
+    needs_trained: ClassVar[bool] = False
+    """Whether the metric reads how often the training has each item, which is unknown
+    on another log."""
+
+    def value(self, shown: Tensor, trained: Tensor) -> float:
+        """Return the metric.
+
+        Args:
+            shown: (N,) number of top 10 lists that contain each item.
+            trained: (N,) number of training behaviours of each item.
+        """
+        raise NotImplementedError
+
+
+@cache
+def find_metrics(kind: type[Any]) -> tuple[Any, ...]:
+    """Return a metric of each class of a kind, in the order of their files."""
+    for module in pkgutil.iter_modules(ranked.__path__, f"{ranked.__name__}."):
+        importlib.import_module(module.name)
+    return tuple(metric() for metric in kind.__subclasses__())
+
+
+def lower_is_better(name: str) -> bool:
+    """Return whether a smaller value of the metric with this name is better."""
+    last = name.rsplit("/", 1)[-1].split("@")[0]
+    for metric in (*find_metrics(RequestMetric), *find_metrics(CatalogueMetric)):
+        if metric.name == last:
+            return bool(metric.lower_is_better)
+    return not last.startswith("neg_") and last.endswith(COSTS)

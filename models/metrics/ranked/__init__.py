@@ -1,0 +1,1 @@
+"""Metrics of ranked items, a class each; each file of this folder is loaded."""

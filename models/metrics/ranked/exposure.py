@@ -1,0 +1,47 @@
+"""How a model spreads its recommendations over the catalogue."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.metrics.metric import CatalogueMetric
+
+
+class Coverage(CatalogueMetric):
+    """Share of the catalogue in any top 10."""
+
+    name = label = "coverage"
+    compared = (10,)
+
+    def value(self, shown: Tensor, trained: Tensor) -> float:
+        """Return the share."""
+        return float((shown > 0).double().mean())
+
+
+class NewItems(CatalogueMetric):
+    """Share of the recommended items that have no training behaviours."""
+
+    name, label = "new_items", "new items"
+    needs_trained = True
+    compared = (10,)
+
+    def value(self, shown: Tensor, trained: Tensor) -> float:
+        """Return the share."""
+        return float(shown[trained == 0].sum() / shown.double().sum())
+
+
+class Gini(CatalogueMetric):
+    """Gini coefficient: 0 if all items are shown equally often, 1 - 1 / N for one."""
+
+    name, label = "gini", "Gini"
+    lower_is_better = True
+    compared = (10,)
+
+    def value(self, shown: Tensor, trained: Tensor) -> float:
+        """Return the coefficient."""
+        counts = shown.double().sort().values
+        num_items, total = len(counts), counts.sum()
+        rank = torch.arange(1, num_items + 1, dtype=torch.float64)
+        gini = 2 * (rank @ counts) / (num_items * total) - (num_items + 1) / num_items
+        return float(gini)
