@@ -49,7 +49,7 @@ from pipelines.comparison.verdicts import (
 Table = tuple[str, pl.DataFrame, list[str]]
 
 
-def compared_names(kind: type[Any]) -> list[str]:
+def compared_names(kind: Any) -> list[str]:
     """Return the names on test of a kind's metrics that tables show."""
     return [
         f"test/{metric.name}@{k}"

@@ -102,7 +102,7 @@ def evaluate(
         model=saved.name,
         checkpoint=checked.uri,
         split=split,
-        examples=int(metrics.get("requests", counts["requests"])),
+        examples=int(metrics.get("requests") or counts["requests"]),
         users=int(counts["users"]),
         skipped=int(counts["skipped"]),
         metrics=metrics,
