@@ -15,7 +15,6 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from core.ragged import run_starts
 from core.tables import read_parquet
 
 USER_AND_ITEM = ("user_id", "item_id")
@@ -94,11 +93,6 @@ def bool_column(table: pa.Table, name: str) -> np.ndarray:
     return column.to_numpy(zero_copy_only=False)
 
 
-def take_rows(table: pa.Table, name: str, rows: np.ndarray) -> pa.Array:
-    """Return the (n,) values of a column at (n,) row numbers."""
-    return table[name].combine_chunks().take(pa.array(rows))
-
-
 def encode_ids(ids: pa.DictionaryArray, vocabulary: Vocabulary) -> np.ndarray:
     """Return the (E,) int32 vocabulary index of each id, -1 for null or unknown ids."""
     index = vocabulary.lookup(ids.dictionary)
@@ -118,21 +112,6 @@ def sorted_unique(values: np.ndarray) -> np.ndarray:
     `np.unique` hashes integers since NumPy 2.3, which takes 7 to 45 times as long.
     """
     return pl.Series(values).unique().sort().to_numpy()
-
-
-def first_of_run(*keys: np.ndarray) -> np.ndarray:
-    """Return, for each of n rows, the index of the first row of its run.
-
-    Args:
-        keys: (n,) arrays; a run is a series of adjacent rows that are equal in all of
-            them.
-
-    Returns:
-        (n,) row indices.
-    """
-    starts = run_starts(*keys)
-    lengths = np.diff(np.append(starts, len(keys[0])))
-    return np.repeat(starts, lengths)
 
 
 def count_pairs(users: np.ndarray, items: np.ndarray) -> int:
@@ -166,33 +145,3 @@ def known_times(table: pa.Table, behaviour: str | None) -> np.ndarray:
     if behaviour and f"known_{behaviour}" in table.column_names:
         time = pc.coalesce(table[f"known_{behaviour}"], time)
     return time.to_numpy()
-
-
-def count_earlier(
-    user: np.ndarray, known: np.ndarray, request_user: np.ndarray, time: np.ndarray
-) -> np.ndarray:
-    """Count the behaviours of each request's user that are known strictly before it.
-
-    Args:
-        user: (N,) user of each behaviour, ascending.
-        known: (N,) epoch ms from which each behaviour is known, ascending per user.
-        request_user: (R,) user of each request.
-        time: (R,) epoch ms of each request.
-
-    Returns:
-        (R,) counts.
-    """
-    if not len(user):
-        return np.zeros(len(time), dtype=np.int64)
-    times = np.concatenate([known, time])
-    users = max(int(user[-1]), int(request_user.max(initial=0))) + 1
-    span = int(times.max()) - int(times.min()) + 1
-    if span * users >= 2**63:
-        # ranks instead of times, so that the keys below fit into int64
-        times = pl.Series(times).rank("dense").to_numpy().astype(np.int64)
-        span = len(times) + 1
-    times = times - times.min()
-    behaviour_key = user.astype(np.int64) * span + times[: len(user)]
-    request_key = request_user.astype(np.int64) * span + times[len(user) :]
-    earlier_of_all_users = np.searchsorted(behaviour_key, request_key)
-    return earlier_of_all_users - np.searchsorted(user, request_user)
