@@ -306,8 +306,8 @@ class Executor:
             rows = rows.map_batches(read, **self._task_options(), **blocks)
             if exchange.first_kernel:
                 rows = rows.repartition(exchange.num_first_partitions, keys=[KEY])
-                first = partial(_run_first_kernel, exchange)
-                rows = rows.map_batches(_rename(first, exchange.first_kernel), **blocks)
+                first = exchange.first_kernel
+                rows = rows.map_batches(_rename(first, first), **blocks)
             partitions = exchange.num_partitions + exchange.summaries
             rows = rows.repartition(partitions, keys=[KEY])
             run = _rename(partial(_run_kernel, exchange), exchange.kernel)
@@ -397,11 +397,6 @@ def _read_rows(exchange: Exchange, reads: pa.Table) -> Iterator[pa.Table]:
                 block = block.append_column(SUMMARY, no_summaries)
             schema = block.schema
             yield block
-
-
-def _run_first_kernel(exchange: Exchange, rows: pa.Table) -> pa.Table:
-    assert exchange.first_kernel is not None
-    return exchange.first_kernel(rows)
 
 
 def _run_kernel(exchange: Exchange, rows: pa.Table) -> Iterator[pa.Table]:

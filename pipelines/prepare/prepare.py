@@ -128,8 +128,8 @@ def prepare(
         run = Run(source, input_uri, config, behaviour, report, executor, tables, grows)
         for line in describe_unread(source, input_uri):
             report(line)
-        if extends:
-            stack.enter_context(tables.clean_up_on_error(*TABLES))
+        as_of = [f"{PREFIX}{name}" for name in source.as_of]
+        stack.enter_context(tables.clean_up_on_error(*TABLES, *as_of))
         events, load_stats = make_events(run, partitions)
         split = _choose_split(run, events, load_stats, catalogue)
         if catalogue is None:

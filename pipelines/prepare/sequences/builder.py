@@ -195,6 +195,7 @@ class SequenceBuilder(ABC):
         `known` is the time from which an event, as a behaviour, is in histories. An
         item outside the catalogue and a missing query have the index -1.
         """
+        user = dictionary_column(table, "user_id")
         item = encode_ids(dictionary_column(table, "item_id"), lookups.catalogue)
         query = np.zeros(0, np.int32)
         if lookups.queries is not None:
@@ -205,7 +206,7 @@ class SequenceBuilder(ABC):
             known = pl.coalesce(f"known_{self.config.behaviour}", "timestamp_ms")
         events = events.with_columns(
             pl.Series("item_index", item),
-            user=pl.col("user_id").rle_id(),
+            user=pl.Series(user.indices).rle_id().set_sorted(),
             known=known,
             as_of="timestamp_ms",
         )
@@ -241,16 +242,18 @@ class SequenceBuilder(ABC):
         behaviours = events.filter(self.is_behaviour)
         if not behaviours["known"].equals(behaviours["timestamp_ms"]):
             behaviours = behaviours.sort("user", "known", maintain_order=True)
-        length = pl.len().over("user").cast(pl.Int64)
-        behaviours = behaviours.with_columns(
-            num_truncated=(length - self.config.max_events).clip(0),
-            index=pl.int_range(pl.len()).over("user"),
+        excess, index = pl.col("excess"), pl.int_range(pl.len()).over("user")
+        lengths = behaviours.group_by("user").agg(excess=pl.len().cast(pl.Int64))
+        truncated = lengths.with_columns(excess - self.config.max_events)
+        truncated = truncated.filter(excess > 0)
+        count["truncated_users"] = truncated.height
+        count["truncated_events"] = int(truncated["excess"].sum())
+        behaviours = behaviours.join(
+            truncated, on="user", how="left", maintain_order="left"
         )
-        recent = behaviours.filter(pl.col("index") >= pl.col("num_truncated"))
-        count["truncated_events"] = behaviours.height - recent.height
-        truncated = recent.filter(pl.col("num_truncated") > 0)
-        count["truncated_users"] = truncated["user"].n_unique()
-        return recent.with_columns(is_truncated=pl.col("num_truncated") > 0)
+        if truncated.height:
+            behaviours = behaviours.filter(excess.is_null() | (index >= excess))
+        return behaviours.with_columns(is_truncated=excess.is_not_null())
 
     @abstractmethod
     def form_requests(
@@ -279,11 +282,12 @@ class SequenceBuilder(ABC):
             count: Counter that the kind's statistics are added to, in place.
         """
         requests = self.join_history(requests, behaviours)
+        requests = requests.with_columns(pl.col("split").cast(pl.String))
         count_splits(count, "without_history", requests.filter(history_end=0))
         fields = self.output.field("requests").type.value_type
         struct = pl.struct([column.name for column in fields])
-        return requests.group_by("user", "user_id", maintain_order=True).agg(
-            requests=struct
+        return requests.group_by("user", maintain_order=True).agg(
+            pl.first("user_id").cast(pl.String), requests=struct
         )
 
     def join_history(
@@ -332,25 +336,23 @@ class SequenceBuilder(ABC):
         requests = self.form_requests(events, behaviours, count)
         if not requests.height:
             return BuiltPart(self.output.empty_table(), count)
-        behaviours = behaviours.filter(pl.col("user").is_in(requests["user"].unique()))
+        users = requests["user"].unique()
+        behaviours = behaviours.filter(pl.col("user").is_in(users.implode()))
         hashes_ties, split = self.hashes_ties, self.split
         requests = assign_splits(requests, split, hashes_ties=hashes_ties)
         if split.by == "leave_last_out" and hashes_ties:
             is_tied = pl.struct("user", "timestamp_ms").is_duplicated()
             count_splits(count, "tied_targets", requests.filter(is_tied))
         count_splits(count, "requests", requests)
-        users = self.collect_users(requests, behaviours, count)
+        rows = self.collect_users(requests, behaviours, count)
 
-        lists = [name for name in self.output.names if name not in users.columns]
-        lists = [name for name in lists if name != "user_id"]
+        lists = [name for name in self.output.names if name not in rows.columns]
         histories = behaviours.group_by("user", maintain_order=True).agg(lists)
-        rows = users.join(histories, on="user", how="left", maintain_order="left")
-        rows = rows.with_columns(
-            pl.col("user_id").cast(pl.String), pl.col(lists).fill_null([])
-        ).select(self.output.names)
+        rows = rows.join(histories, on="user", how="left", maintain_order="left")
+        rows = rows.with_columns(pl.col(lists).fill_null([])).select(self.output.names)
 
         user, item = behaviours["user"].to_numpy(), behaviours["item_index"].to_numpy()
-        is_tied = pl.col("known").diff().over("user") == 0
+        is_tied = (pl.col("known").diff() == 0) & (pl.col("user").rle_id().diff() == 0)
         count["tied_rows"] = behaviours.select(is_tied.sum()).item()
         count["pairs"] = count_pairs(user, item)
         count["users"] = rows.height
@@ -411,77 +413,76 @@ def make_sequences(
     if finished := run.tables.find_finished(SequencesInfo, settings, inputs):
         return finished
     started = time.perf_counter()
-    with run.tables.clean_up_on_error("sequences"):
-        builder = builder.resolve(run, events)
-        parts = events.part_uris()
-        lookups = builder.share_lookups(run, as_of)
-        shared = (run.tables.table_uri("sequences"), builder, lookups)
-        results: Iterator[tuple[int, BuiltPart]]
-        if counter := builder.create_counter(run):
-            results = count_in_buckets(
-                run.executor,
-                parts,
-                events.rows,
-                counter,
-                lookups,
-                _build_and_write,
-                shared,
+    builder = builder.resolve(run, events)
+    parts = events.part_uris()
+    lookups = builder.share_lookups(run, as_of)
+    shared = (run.tables.table_uri("sequences"), builder, lookups)
+    results: Iterator[tuple[int, BuiltPart]]
+    if counter := builder.create_counter(run):
+        results = count_in_buckets(
+            run.executor,
+            parts,
+            events.rows,
+            counter,
+            lookups,
+            _build_and_write,
+            shared,
+        )
+    else:
+        calls = [(uri,) for uri in parts]
+        results = run.executor.map_unordered(_build_and_write, calls, shared)
+    built_by_index: dict[int, BuiltPart] = {}
+    count: Counter[str] = Counter()
+    last_report = time.monotonic()
+    for index, part in results:
+        built_by_index[index] = part
+        maxima = {name: max(count[name], part.count[name]) for name in MAX_COUNTS}
+        count.update(part.count)
+        for name, maximum in maxima.items():
+            count[name] = maximum
+        if time.monotonic() - last_report >= 1:
+            last_report = time.monotonic()
+            run.report(
+                f"sequences: part {len(built_by_index)} of {len(parts)} built, "
+                f"{pluralize(count['users'], 'user')}"
             )
-        else:
-            calls = [(uri,) for uri in parts]
-            results = run.executor.map_unordered(_build_and_write, calls, shared)
-        built_by_index: dict[int, BuiltPart] = {}
-        count: Counter[str] = Counter()
-        last_report = time.monotonic()
-        for index, part in results:
-            built_by_index[index] = part
-            maxima = {name: max(count[name], part.count[name]) for name in MAX_COUNTS}
-            count.update(part.count)
-            for name, maximum in maxima.items():
-                count[name] = maximum
-            if time.monotonic() - last_report >= 1:
-                last_report = time.monotonic()
-                run.report(
-                    f"sequences: part {len(built_by_index)} of {len(parts)} built, "
-                    f"{pluralize(count['users'], 'user')}"
-                )
-        ordered = [built_by_index[index] for index in sorted(built_by_index)]
-        built = BuiltTable(
-            [part.rows for part in ordered if isinstance(part.rows, Part)],
-            count,
-            [part.training for part in ordered if part.training],
-        )
-        report_missing(run, as_of, events.rows, count)
-        custom = [part.custom for part in built.training]
-        custom_columns = builder.custom_columns if custom else []
-        info = builder.info_class(
-            kind=config.kind,
-            users=count["users"],
-            interactions=count["interactions"],
-            pairs=count["pairs"],
-            items=items.rows,
-            split=split,
-            ties=config.ties,
-            log=run.source.info,
-            behaviour=config.behaviour,
-            max_events=config.max_events,
-            max_length=count["max_length"],
-            truncated_users=count["truncated_users"],
-            truncated_events=count["truncated_events"],
-            tied_behaviours=count["tied_rows"],
-            **builder.describe(run, built),
-            custom=describe_features(custom, custom_columns),
-            as_of=as_of_info(as_of),
-        )
-        sequences = run.tables.commit(
-            "sequences",
-            builder.output,
-            built.parts,
-            settings,
-            inputs,
-            info,
-            build_write_s=time.perf_counter() - started,
-        )
+    ordered = [built_by_index[index] for index in sorted(built_by_index)]
+    built = BuiltTable(
+        [part.rows for part in ordered if isinstance(part.rows, Part)],
+        count,
+        [part.training for part in ordered if part.training],
+    )
+    report_missing(run, as_of, events.rows, count)
+    custom = [part.custom for part in built.training]
+    custom_columns = builder.custom_columns if custom else []
+    info = builder.info_class(
+        kind=config.kind,
+        users=count["users"],
+        interactions=count["interactions"],
+        pairs=count["pairs"],
+        items=items.rows,
+        split=split,
+        ties=config.ties,
+        log=run.source.info,
+        behaviour=config.behaviour,
+        max_events=config.max_events,
+        max_length=count["max_length"],
+        truncated_users=count["truncated_users"],
+        truncated_events=count["truncated_events"],
+        tied_behaviours=count["tied_rows"],
+        **builder.describe(run, built),
+        custom=describe_features(custom, custom_columns),
+        as_of=as_of_info(as_of),
+    )
+    sequences = run.tables.commit(
+        "sequences",
+        builder.output,
+        built.parts,
+        settings,
+        inputs,
+        info,
+        build_write_s=time.perf_counter() - started,
+    )
     builder.report(run, sequences, time.perf_counter() - started)
     return sequences
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -191,7 +192,7 @@ def count_in_buckets(
     counter: KeyCounter,
     lookups: Lookups,
     build: Callable[..., Any],
-    shared: Call = (),
+    shared: Call,
 ) -> Iterator[tuple[int, Any]]:
     """Count the events of all parts, and build each part with its features.
 
@@ -213,57 +214,44 @@ def count_in_buckets(
         *values, part, rows = arguments
         return part, build(*values, parts[part], rows)
 
-    num_buckets = choose_num_buckets(num_events, len(parts))
-    exchange = Exchange(
-        read=partial(_scatter_rows, counter, parts, lookups, num_buckets),
-        num_reads=len(parts),
-        kernel=build_part,
-        num_partitions=len(parts),
-        shared=shared,
-        first_kernel=partial(_count_rows, counter),
-        num_first_partitions=len(counter.names) * num_buckets,
+    exchange = exchange_keys(parts, num_events, counter, lookups, build_part, shared)
+    return executor.exchange(
+        replace(
+            exchange,
+            num_partitions=len(parts),
+            first_kernel=partial(_count_rows, counter),
+            num_first_partitions=exchange.num_partitions,
+        )
     )
-    return executor.exchange(exchange)
 
 
-def export_counts(
-    executor: Executor,
+def exchange_keys(
     parts: list[str],
     num_events: int,
     counter: KeyCounter,
     lookups: Lookups,
-    write: Callable[..., Any],
-    shared: Call = (),
-) -> list[Any]:
-    """Exchange the events of all parts to the buckets of their keys, and write buckets.
+    kernel: Callable[..., Any],
+    shared: Call,
+) -> Exchange:
+    """Return the exchange of the events of all parts to the buckets of their keys.
 
     Args:
-        executor: Runs the exchange.
         parts: Files of the events parts.
         num_events: Number of events of all parts.
         counter: Reads keys.
         lookups: Shared lookups of `counter.read_keys`.
-        write: Called as `write(*shared, frames)` with the frames of `split_by_kind`.
-        shared: First arguments of `write`.
-
-    Returns:
-        The results of `write` in the order of the buckets.
+        kernel: Called as `kernel(*shared, bucket, rows)`; `split_by_kind` splits the
+            rows.
+        shared: First arguments of the kernel.
     """
-
-    def write_bucket(*arguments: Any) -> tuple[int, Any]:
-        *values, bucket, rows = arguments
-        return bucket, write(*values, split_by_kind(rows))
-
     num_buckets = choose_num_buckets(num_events, len(parts))
-    exchange = Exchange(
+    return Exchange(
         read=partial(_scatter_rows, counter, parts, lookups, num_buckets),
         num_reads=len(parts),
-        kernel=write_bucket,
+        kernel=kernel,
         num_partitions=len(counter.names) * num_buckets,
         shared=shared,
     )
-    results = dict(executor.exchange(exchange))
-    return [results[bucket] for bucket in sorted(results)]
 
 
 def choose_num_buckets(num_events: int, num_parts: int) -> int:

@@ -13,7 +13,7 @@ import polars as pl
 from core.errors import UserError
 from core.schemas import Split
 from core.splits import SPLITS
-from pipelines.prepare.events.columns import bool_column, label_columns, read_part
+from pipelines.prepare.events.columns import label_columns, read_part
 from pipelines.prepare.events.event_stats import HOUR_MS, EventStats
 from pipelines.prepare.executor import Executor
 from pipelines.prepare.reading.durations import DAY_MS
@@ -80,37 +80,32 @@ def nth_times(stats: EventStats, ranks: list[int], executor: Executor) -> list[i
         ranks: Ranks of the behaviours, from 0.
         executor: Runs the pass.
     """
-    hours = list(stats.hours)
-    counts = np.array([*stats.hours.values()])
+    hours, counts = list(stats.hours), [*stats.hours.values()]
     end_ranks = np.cumsum(counts)
     hour_index = np.searchsorted(end_ranks, ranks, side="right")  # (ranks,)
     shared = (stats.behaviour, [hours[index] for index in hour_index])
     calls = [(uri,) for uri in stats.parts]
     parts = [part for _, part in executor.map_unordered(_times_in_hours, calls, shared)]
+    times = pl.concat(parts).sort("timestamp_ms")
     result = []
-    for index, (rank, hour) in enumerate(zip(ranks, hour_index, strict=True)):
-        times = np.concatenate([part[index][0] for part in parts])
-        num_behaviours = np.concatenate([part[index][1] for part in parts])
-        order = np.argsort(times, kind="stable")
-        rank_in_hour = rank - (end_ranks[hour] - counts[hour])
-        end_ranks_in_hour = np.cumsum(num_behaviours[order])
-        position = np.searchsorted(end_ranks_in_hour, rank_in_hour, side="right")
-        result.append(int(times[order][position]))
+    for rank, index in zip(ranks, hour_index, strict=True):
+        in_hour = times.filter(
+            pl.col("timestamp_ms") // HOUR_MS * HOUR_MS == hours[index]
+        )
+        rank_in_hour = rank - (end_ranks[index] - counts[index])
+        is_before = in_hour["count"].cum_sum() <= rank_in_hour
+        result.append(int(in_hour["timestamp_ms"][int(is_before.sum())]))
     return result
 
 
-def _times_in_hours(
-    behaviour: str | None, hours: list[int], uri: str
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def _times_in_hours(behaviour: str | None, hours: list[int], uri: str) -> pl.DataFrame:
     """Count the behaviours of a part at each time within some hours."""
     table = read_part(uri, ["timestamp_ms", *label_columns(behaviour)], ())
-    time = table["timestamp_ms"].to_numpy()
+    events = pl.DataFrame(pl.from_arrow(table))
     if behaviour:
-        time = time[bool_column(table, f"label_{behaviour}")]
-    return [
-        np.unique(time[(time >= hour) & (time < hour + HOUR_MS)], return_counts=True)
-        for hour in hours
-    ]
+        events = events.filter(pl.col(f"label_{behaviour}").fill_null(False))
+    hour = pl.col("timestamp_ms") // HOUR_MS * HOUR_MS
+    return events.filter(hour.is_in(hours)).group_by("timestamp_ms").len("count")
 
 
 # The split of each request.
@@ -119,7 +114,7 @@ def _times_in_hours(
 def assign_splits(
     requests: pl.DataFrame, split: Split, *, hashes_ties: bool = True
 ) -> pl.DataFrame:
-    """Add the column `split`.
+    """Add the column `split`, an enum of SPLITS.
 
     Args:
         requests: Columns `user`, `user_id`, `item_id` and `timestamp_ms`, sorted by
@@ -131,8 +126,9 @@ def assign_splits(
     time = pl.col("timestamp_ms")
     if split.by == "temporal":
         is_train, is_val = time < split.val_start_ms, time < split.test_start_ms
-        name = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
-        return requests.with_columns(split=name.otherwise(pl.lit("test")))
+        train, val, test = (pl.lit(name, pl.Enum(SPLITS)) for name in SPLITS)
+        name = pl.when(is_train).then(train).when(is_val).then(val).otherwise(test)
+        return requests.with_columns(split=name)
     # the requests that may be among the last two of their user
     rows = requests.select("user", "user_id", "item_id", "timestamp_ms")
     tails = rows.with_row_index("row").filter(
@@ -149,10 +145,11 @@ def assign_splits(
     last = tails.group_by("user").agg(
         val=pl.col("row").get(-2), test=pl.col("row").get(-1)
     )
-    splits = np.full(requests.height, "train", dtype=object)
-    for split_name in SPLITS[1:]:
-        splits[last[split_name].to_numpy()] = split_name
-    return requests.with_columns(split=pl.Series(splits, dtype=pl.String))
+    codes = np.zeros(requests.height, np.uint8)
+    codes[last["val"].to_numpy()] = 1
+    codes[last["test"].to_numpy()] = 2
+    names = pl.Series(SPLITS, dtype=pl.Enum(SPLITS)).gather(codes)
+    return requests.with_columns(split=names)
 
 
 def format_moment(time_ms: int) -> str:

@@ -222,51 +222,34 @@ class ActionsConfig:
         Raises:
             ValueError: If the log does not have a label, key or task.
         """
-        tasks, inputs = self._resolve_tasks(info), self._resolve_inputs(info)
-        check_names(tasks, "tasks")
-        check_names(inputs, "inputs")
-        counts = self.counts
-        keys = (USER, ITEM, *attributes)
-        check_known(counts.keys, keys, "actions.counts.keys")
-        labels = counts.counted_labels
-        if labels is None:
-            labels = list(tasks)
-        check_known(labels, tasks, "actions.counts.counted_labels")
-        return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
-
-    def _resolve_tasks(self, info: LogInfo) -> dict[str, Task]:
-        """Return the tasks, and one for each bool label other than a task's `label`."""
         tasks = dict(self.tasks)
         for name, task in tasks.items():
             task.check(name, info.labels)
-        used_labels = {task.label for task in tasks.values()}
-        for name in info.bool_labels:
-            if name not in used_labels and name not in tasks:
-                tasks[name] = Task(name)
-        if not tasks:
-            raise ValueError(
-                "the log has no bool label and actions.tasks is empty; define at least "
-                "one task"
-            )
-        return tasks
-
-    def _resolve_inputs(self, info: LogInfo) -> dict[str, Input]:
-        """Return the inputs with their ranges, and one for each bool label not read."""
-        labels, ranges = info.labels, info.ranges
         inputs = {
-            name: value.check(name, labels, ranges)
+            name: value.check(name, info.labels, info.ranges)
             for name, value in self.inputs.items()
         }
-        used_labels = {value.label for value in inputs.values()}
-        for name in info.bool_labels:
-            if name not in used_labels and name not in inputs:
-                inputs[name] = Input(name)
-        if not inputs:
-            raise ValueError(
-                "the log has no bool label and actions.inputs is empty; define at "
-                "least one input"
-            )
-        return inputs
+        task_labels = {task.label for task in tasks.values()}
+        input_labels = {value.label for value in inputs.values()}
+        for label in info.bool_labels:
+            if label not in task_labels:
+                tasks.setdefault(label, Task(label))
+            if label not in input_labels:
+                inputs.setdefault(label, Input(label))
+        for noun, names in (("task", list(tasks)), ("input", list(inputs))):
+            if not names:
+                raise ValueError(
+                    f"the log has no bool label and actions.{noun}s is empty; define "
+                    f"at least one {noun}"
+                )
+            check_names(names, f"{noun}s")
+        check_known(self.counts.keys, (USER, ITEM, *attributes), "actions.counts.keys")
+        labels = self.counts.counted_labels
+        if labels is None:
+            labels = list(tasks)
+        check_known(labels, tasks, "actions.counts.counted_labels")
+        counts = replace(self.counts, counted_labels=labels)
+        return ActionsConfig(tasks, inputs, counts)
 
     @property
     def counted_labels(self) -> list[str]:

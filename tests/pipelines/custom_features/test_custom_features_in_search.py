@@ -174,7 +174,7 @@ def test_a_category_with_more_values_than_the_limit_is_hashed(
 ) -> None:
     monkeypatch.setattr(custom_features, "MAX_VALUES", 2)
     first, second = (
-        TrainingValues.from_columns({"cat_a": pl.Series(values).to_arrow()})
+        TrainingValues.from_frame(pl.DataFrame({"cat_a": values}))
         for values in (["x", "y"], ["y", "z"])
     )
 

@@ -171,7 +171,8 @@ class ActionsBuilder(SequenceBuilder):
     ) -> pl.DataFrame:
         """Return `train_end` and `val_end` of each user: events before the two cuts."""
         split = pl.col("split")
-        users = requests.group_by("user", "user_id", maintain_order=True).agg(
+        users = requests.group_by("user", maintain_order=True).agg(
+            pl.first("user_id").cast(pl.String),
             train_end=(split == "train").sum().cast(pl.Int32),
             val_end=(split != "test").sum().cast(pl.Int32),
             test_end=pl.len().cast(pl.Int32),
@@ -301,44 +302,30 @@ class ActionsBuilder(SequenceBuilder):
         report(f"base rates: {', '.join(rates)}")
 
 
-@dataclass(frozen=True)
-class PartLabelStats:
-    """Statistics of the labels of one events part."""
-
-    events: Counter[str]
-    """Number of impressions per split."""
-    positives: dict[str, int]
-    """Positive training impressions by task."""
-    input_ranges: dict[str, tuple[float, float]]
-    """Minimum and maximum of each input in training; empty without training
-    impressions."""
-    categories: TrainingValues
-    """Values of the viewer-side categories in training."""
+Ranges = dict[str, tuple[float, float]]
+"""Minimum and maximum in training of each `task NAME` and `action NAME`."""
 
 
 def _part_label_stats(
     builder: ActionsBuilder, catalogue: Shared, uri: str
-) -> PartLabelStats:
-    """Compute the statistics of the events part at `uri`."""
+) -> tuple[Counter[str], Ranges, TrainingValues]:
+    """Return the events per split, and statistics of training events of one part."""
     table = read_part(uri, builder.columns, IDS)
     events = builder.open_events(table, Lookups(fetch(catalogue)))
-    events = builder.select_behaviours(events, Counter())
-    events = assign_splits(events, builder.split)
+    events = assign_splits(builder.select_behaviours(events, Counter()), builder.split)
     num_events: Counter[str] = Counter()
     count_splits(num_events, "events", events)
     train = events.filter(split="train")
-    tasks = {name: task.holds.sum() for name, task in builder.actions.tasks.items()}
-    ranges: dict[str, tuple[float, float]] = {}
+    ranges: Ranges = {}
     if train.height:
+        for name, task in builder.actions.tasks.items():
+            values = train.select(task.holds).to_series().to_numpy()
+            ranges[f"task {name}"] = float(values.min()), float(values.max())
         for name, action in builder.actions.inputs.items():
             values = action.values(train)
-            ranges[name] = (float(values.min()), float(values.max()))
-    return PartLabelStats(
-        num_events,
-        train.select(**tasks).row(0, named=True),
-        ranges,
-        TrainingValues.from_frame(train.select(builder.categories)),
-    )
+            ranges[f"action {name}"] = float(values.min()), float(values.max())
+    categories = TrainingValues.from_frame(train.select(builder.categories))
+    return num_events, ranges, categories
 
 
 def compute_label_stats(
@@ -349,7 +336,7 @@ def compute_label_stats(
     calls = [(uri,) for uri in table.part_uris()]
     results = run.executor.map_unordered(_part_label_stats, calls, shared)
     parts = [part for _, part in results]
-    total: Counter[str] = sum((part.events for part in parts), Counter())
+    total: Counter[str] = sum((events for events, *_ in parts), Counter())
     num_events = {name: total[f"events_{name}"] for name in SPLITS}
     empty = [name for name in SPLITS if not num_events[name]]
     if empty:
@@ -359,35 +346,25 @@ def compute_label_stats(
             f"{format_moment(builder.split.test_start_ms)} leave no event in "
             f"{' and '.join(empty)} ({counts})"
         )
-    num_train = num_events["train"]
-    everywhere = f"for all {num_train:,} training events"
-    constant = {}
-    for name in builder.actions.tasks:
-        positives = sum(part.positives[name] for part in parts)
-        if positives in (0, num_train):
-            constant[f"task {name}"] = f"{1 if positives else 0} {everywhere}"
-    for name in builder.actions.inputs:
-        ranges = [part.input_ranges[name] for part in parts if part.input_ranges]
-        low = min(minimum for minimum, _ in ranges)
-        if low == max(maximum for _, maximum in ranges):
-            constant[f"action {name}"] = f"{low:g} {everywhere}"
-    for kind, names in (
-        ("task", builder.actions.tasks),
-        ("action", builder.actions.inputs),
-    ):
+    constant: dict[str, str] = {}
+    actions = builder.actions
+    for kind, names in (("task", actions.tasks), ("action", actions.inputs)):
+        for name in names:
+            key = f"{kind} {name}"
+            lows, highs = zip(*(part[key] for _, part, _ in parts if part), strict=True)
+            if min(lows) == max(highs):
+                constant[key] = (
+                    f"{min(lows):g} for all {num_events['train']:,} training events"
+                )
         if all(f"{kind} {name}" in constant for name in names):
             raise UserError(
                 f"every {kind} is constant in training ({', '.join(constant)})"
             )
-    categories = [part.categories for part in parts]
-    described = describe_features(categories, builder.categories)
-    viewers, hashed = {}, []
-    for category in described.categories:
-        if category.buckets:
-            hashed.append(category.name)
-        else:
-            viewers[plain_name(category.name)] = list(category.values)
-    return LabelStats(constant, viewers, tuple(hashed))
+    categories = [part for _, _, part in parts]
+    described = describe_features(categories, builder.categories).categories
+    viewers = {plain_name(c.name): list(c.values) for c in described if not c.buckets}
+    hashed = tuple(c.name for c in described if c.buckets)
+    return LabelStats(constant, viewers, hashed)
 
 
 def drop_constants(

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from datetime import UTC, datetime
+from operator import itemgetter
 
 import polars as pl
 import pyarrow as pa
@@ -25,7 +26,7 @@ from core.tables import Part, Table, fingerprint, write_part
 from pipelines.prepare.kinds.search.features import counted_names, never_counted
 from pipelines.prepare.kinds.search.sequences import SearchBuilder, SearchCounter
 from pipelines.prepare.run import Run
-from pipelines.prepare.sequences.counts import export_counts, to_columns
+from pipelines.prepare.sequences.counts import exchange_keys, split_by_kind, to_columns
 from pipelines.prepare.sequences.lookups import (
     Lookups,
     share_catalogue,
@@ -71,39 +72,38 @@ def make_counts(
     uri = run.tables.table_uri("counts")
     builder = SearchBuilder(run.source, run.config, items.info.split)
     counter = SearchCounter(builder, as_of_ms)
-    with run.tables.clean_up_on_error("counts"):
-        queries = share_vocabulary(run, "queries", "query")
-        lookups = Lookups(share_catalogue(run), queries)
-        buckets = export_counts(
-            run.executor,
-            events.part_uris(),
-            events.rows,
-            counter,
-            lookups,
-            _write_bucket,
-            (uri, counter, lookups),
-        )
-        num_keys: Counter[str] = Counter()
-        for _, keys in buckets:
-            num_keys.update(keys)
-        names = counted_names(config)
-        names["pair"] += ["pair_gap", "pair_seen"]
-        info = CountsInfo(
-            as_of_ms=as_of_ms,
-            features=names,
-            never=never_counted(config),
-            search=search,
-            behaviour=click,
-        )
-        run.tables.commit(
-            "counts",
-            counts_schema(names.values()),
-            [part for part, _ in buckets if part],
-            settings,
-            inputs,
-            info,
-            count_write_s=time.perf_counter() - started,
-        )
+    queries = share_vocabulary(run, "queries", "query")
+    lookups = Lookups(share_catalogue(run), queries)
+    exchange = exchange_keys(
+        events.part_uris(),
+        events.rows,
+        counter,
+        lookups,
+        _write_bucket,
+        (uri, counter, lookups),
+    )
+    buckets = sorted(run.executor.exchange(exchange), key=itemgetter(0))
+    num_keys: Counter[str] = Counter()
+    for _, _, keys in buckets:
+        num_keys.update(keys)
+    names = counted_names(config)
+    names["pair"] += ["pair_gap", "pair_seen"]
+    info = CountsInfo(
+        as_of_ms=as_of_ms,
+        features=names,
+        never=never_counted(config),
+        search=search,
+        behaviour=click,
+    )
+    run.tables.commit(
+        "counts",
+        counts_schema(names.values()),
+        [part for _, part, _ in buckets if part],
+        settings,
+        inputs,
+        info,
+        count_write_s=time.perf_counter() - started,
+    )
     run.report(
         f"counts: {pluralize(num_keys['item'], 'item')}, "
         f"{pluralize(num_keys['query'], 'query')} and "
@@ -116,9 +116,11 @@ def _write_bucket(
     uri: str,
     counter: SearchCounter,
     lookups: Lookups,
-    rows: dict[int, pl.DataFrame],
-) -> tuple[Part | None, Counter[str]]:
+    bucket: int,
+    exchanged: pa.Table,
+) -> tuple[int, Part | None, Counter[str]]:
     """Write a row per key of one bucket; return the part and the number of keys."""
+    rows = split_by_kind(exchanged)
     fetched = lookups.fetch()
     vocabularies = {"item": fetched.catalogue, "query": fetched.queries}
     names = counted_names(counter.builder.config.search)
@@ -153,7 +155,7 @@ def _write_bucket(
             tables.append(table)
             num_keys[kind] = keys.height
     if not tables:
-        return None, num_keys
+        return bucket, None, num_keys
     # columns of other kinds of key are null
     table = pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
-    return write_part(uri, table), num_keys
+    return bucket, write_part(uri, table), num_keys

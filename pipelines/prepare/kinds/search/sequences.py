@@ -425,19 +425,16 @@ def make_queries(run: Run, events: Table) -> Table:
         return finished
     started = time.perf_counter()
     uri = run.tables.table_uri("queries")
-    with run.tables.clean_up_on_error("queries"):
-        calls = [(part,) for part in events.part_uris()]
-        distinct = IdCounts()
-        for _, part_queries in run.executor.map_unordered(_read_queries, calls):
-            distinct.add(part_queries)
-        queries = distinct.sort().select(query="id").with_row_index("query_index")
-        parts = [
-            write_part(uri, rows.to_arrow().cast(QUERIES))
-            for rows in queries.iter_slices(QUERIES_PER_PART)
-        ]
-        committed = run.tables.commit(
-            "queries", QUERIES, parts, {}, inputs, QueriesInfo()
-        )
+    calls = [(part,) for part in events.part_uris()]
+    distinct = IdCounts()
+    for _, part_queries in run.executor.map_unordered(_read_queries, calls):
+        distinct.add(part_queries)
+    queries = distinct.sort().select(query="id").with_row_index("query_index")
+    parts = [
+        write_part(uri, rows.to_arrow().cast(QUERIES))
+        for rows in queries.iter_slices(QUERIES_PER_PART)
+    ]
+    committed = run.tables.commit("queries", QUERIES, parts, {}, inputs, QueriesInfo())
     seconds = time.perf_counter() - started
     run.report(f"queries: {len(queries):,} distinct in {seconds:.1f} s")
     return committed
