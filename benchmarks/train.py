@@ -22,7 +22,7 @@ from core.schemas import Inputs
 from models.registry import build_model_config
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
-from models.training_run import TrainingRun
+from models.training_run import TrainingRun, resolve_config
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"cuda_graphs": "off"},
@@ -82,7 +82,7 @@ def time_steps(content: Line, inputs: Inputs, params: Line) -> Line:
     torch.set_num_threads(params["threads"])
     fit_options = {"log_every_steps": 1, "max_epochs": 10_000, "metric": "none"}
     fit_config = build(FitConfig, {**content["fit"], **fit_options}, "fit.")
-    config = build_model_config(content["model"])
+    config = resolve_config(build_model_config(content["model"]), inputs)
     before = read_peak_mb()
     run = TrainingRun.build(config, fit_config, inputs, device=device())
     seconds: list[float] = []

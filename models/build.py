@@ -27,22 +27,19 @@ def build_model(options: Mapping[str, Any], catalogue: Any) -> Model:
     return registry.find(config.name)(config, catalogue)
 
 
-def load_model(
-    uri: str | Path, catalogue: Any, name: str | None = None
-) -> tuple[Model, Checkpoint]:
+def load_model(uri: str | Path, catalogue: Any) -> tuple[Model, Checkpoint]:
     """Load the model of a checkpoint in evaluation mode.
 
     Args:
         uri: Path or URI of the checkpoint.
         catalogue: Catalogue of the training tables, or of tables that extend them, with
             the scales of the checkpoint.
-        name: Name of the expected model; None for any.
 
     Returns:
         The model, and the checkpoint's `config.json`.
     """
     metadata = checkpoint.read(uri)
-    checkpoint.check(metadata, uri, catalogue.versions, name, extending=True)
+    checkpoint.check(metadata, uri, catalogue.versions, extending=True)
     model = build_model(metadata.model, catalogue)
     extended = [
         table

@@ -55,8 +55,6 @@ class TrainingRun:
     """Device of the model."""
     world: int
     """Number of workers."""
-    until: int | None = None
-    """Time in ms before which training requests lie, if the split is by time."""
     messages: list[str] = field(default_factory=list)
     """Messages to print before training, about weights and precomputed values."""
     learned_per_example: float = 1.0
@@ -81,7 +79,7 @@ class TrainingRun:
         """Load the tables and build the model.
 
         Args:
-            config: Config of the model.
+            config: Config of the model, from `resolve_config`.
             fit: Options of the training loop.
             inputs: Folders that the model reads.
             device: Device of the model.
@@ -111,7 +109,6 @@ class TrainingRun:
         catalogue = load_catalogue(config.name, inputs, scales)
         if initial and init:
             check_init(initial, init, catalogue.versions, model_class, fit)
-        config = model_class.resolve_config(config, catalogue)
         new = NewExamples(since, fit.replay_fraction, fit.seed)
         torch.manual_seed(fit.seed)
         module = model_class(config, catalogue).to(device)
@@ -145,7 +142,6 @@ class TrainingRun:
             fit=fit,
             device=torch.device(device),
             world=world,
-            until=catalogue.versions["sequences"].info.split.val_start_ms or None,
             messages=messages,
             learned_per_example=learned_per_example,
         )
@@ -209,14 +205,15 @@ class TrainingRun:
             fields: Fields of the checkpoint that change during a run, such as `step`.
         """
         new_examples = self.train.new_examples
+        split = self.catalogue.versions["sequences"].info.split
         return Checkpoint(
             model=self.model.config_to_dict(self.config),
             fit=vars(self.fit).copy(),
-            hashes=dict(self.catalogue.hashes),
+            hashes=self.catalogue.hashes,
             learned={
                 "scales": self.catalogue.scales(),
                 "names": collect_row_names(self.model),
-                "until": self.until,
+                "until": split.val_start_ms or None,
                 "since": new_examples.since if new_examples else 0,
             },
             **fields,
@@ -240,6 +237,12 @@ class TrainingRun:
         if has_ended and metadata.epoch < self.fit.max_epochs:
             state["position"]["stopped"] = False
         return state
+
+
+def resolve_config(config: Any, inputs: Inputs) -> Any:
+    """Return a model's config with values from the checkpoints that it names."""
+    resolve = registry.find(config.name).resolve_config
+    return resolve(config, load_catalogue(config.name, inputs))
 
 
 def check_init(

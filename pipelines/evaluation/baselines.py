@@ -19,7 +19,7 @@ from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.recommend import required_history
 from models.training.fit_config import FitConfig
-from models.training_run import TrainingRun
+from models.training_run import TrainingRun, resolve_config
 from pipelines.evaluation.record import pop_per_user
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
@@ -59,6 +59,7 @@ def measure_baselines(
     for name in registry.find_baselines(registry.find(model).kind):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config = registry.find(name).config_class(name=name)
+        config = resolve_config(config, inputs)
         run = TrainingRun.build(config, fit, inputs)
         run.fit_in_one_pass()
         baseline, sequences = run.model, run.catalogue.versions["sequences"]

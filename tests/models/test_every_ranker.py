@@ -202,7 +202,7 @@ def test_a_checkpoint_restores_the_model(
     checkpoint.save(tmp_path, run.model, run.checkpoint(epoch=1))
 
     loaded, metadata = load_model(
-        tmp_path, load_catalogue(name, inputs[run.model.kind]), name
+        tmp_path, load_catalogue(name, inputs[run.model.kind])
     )
 
     assert set(metadata.files) == {"model.safetensors"}

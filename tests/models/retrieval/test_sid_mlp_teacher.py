@@ -120,7 +120,7 @@ def test_recommending_needs_no_teacher_and_training_does(
     expected_items, expected_scores = setup.model.eval().recommend(batch, 20)
 
     shutil.rmtree(teacher)
-    loaded, about = load_model(tmp_path / "student", setup.catalogue, "sid_mlp")
+    loaded, about = load_model(tmp_path / "student", setup.catalogue)
     items, scores = loaded.recommend(batch, 20)
 
     assert torch.equal(items, expected_items)
