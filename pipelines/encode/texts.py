@@ -89,8 +89,8 @@ ROWS_PER_PART = 262_144
 ITEMS_PER_RANGE = 4 * ROWS_PER_PART
 """Number of items whose embeddings the driver holds in memory at a time."""
 MAX_FIT_TEXTS = 1 << 20
-"""Maximum number of texts that TF-IDF and its SVD are fitted on. A larger catalogue is
-sampled."""
+"""Maximum number of texts that TF-IDF, its SVD and the PCA are fitted on. A larger
+catalogue is sampled."""
 MAX_RESTARTS = 3
 """Restarts of a lost encoder actor, which then retries its block."""
 
@@ -284,56 +284,30 @@ def encode_texts(
     return vectors if len(distinct) == len(texts) else vectors[rows]
 
 
-def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
+def fit_tfidf(texts: list[str], width: int) -> TfidfEncoder:
     """Fit TF-IDF and a truncated SVD of at most `width` components.
 
-    Returns:
-        The fitted TfidfVectorizer, the fitted TruncatedSVD, and the vectors (texts,
-        components) of the texts.
+    They are fitted on the texts, or on a sample of `MAX_FIT_TEXTS` of them.
     """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
+    if len(texts) > MAX_FIT_TEXTS:
+        draw = np.random.default_rng(0)
+        sample = draw.choice(len(texts), MAX_FIT_TEXTS, replace=False)
+        texts = [texts[index] for index in sample.tolist()]
     vectorizer = TfidfVectorizer(max_features=50_000, **TFIDF_OPTIONS)
     try:
         counts = vectorizer.fit_transform(texts)
         svd = TruncatedSVD(min(width, *(np.array(counts.shape) - 1)), random_state=0)
         with np.errstate(invalid="ignore"):  # equal texts have no variance to divide by
-            vectors = svd.fit_transform(counts)
+            svd.fit(counts)
     except ValueError as error:  # fewer than two words or texts
         raise UserError(
             f"TF-IDF cannot be fitted to {len(texts)} texts ({one_line(error)})"
         ) from error
-    return vectorizer, svd, vectors
-
-
-def tfidf_embeddings(
-    texts: list[str], width: int, num_fit: int = 0
-) -> Iterator[np.ndarray]:
-    """Yield TF-IDF embeddings (texts, components) of consecutive ranges of texts.
-
-    Embeddings are scaled to length 1; a text without a known word gets zeros.
-
-    Args:
-        texts: All texts.
-        width: Maximum number of components of the SVD.
-        num_fit: TF-IDF is fitted on the first `num_fit` texts, or on a sample of
-            `MAX_FIT_TEXTS` of them; 0 for all texts.
-    """
-    from sklearn.preprocessing import normalize
-
-    num_fit = num_fit or len(texts)
-    if len(texts) == num_fit <= MAX_FIT_TEXTS:
-        yield normalize(fit_tfidf(texts, width)[2]).astype(np.float32)
-        return
-    fit_texts = texts[:num_fit]
-    if num_fit > MAX_FIT_TEXTS:
-        sample = np.random.default_rng(0).choice(num_fit, MAX_FIT_TEXTS, replace=False)
-        fit_texts = [texts[index] for index in sample.tolist()]
-    vectorizer, svd, _ = fit_tfidf(fit_texts, width)
-    for start in range(0, len(texts), ITEMS_PER_RANGE):
-        counts = vectorizer.transform(texts[start : start + ITEMS_PER_RANGE])
-        yield normalize(svd.transform(counts)).astype(np.float32)
+    words = vectorizer.get_feature_names_out().tolist()
+    return TfidfEncoder(words, vectorizer.idf_, svd.components_)
 
 
 def embed_ranges(
@@ -346,12 +320,15 @@ def embed_ranges(
         encoder: Name of the encoder, or `tfidf`.
         config: Options of the encoder.
         say: Prints progress.
-        num_fit: Number of texts that TF-IDF is fitted on; see `tfidf_embeddings`.
+        num_fit: Number of first texts that TF-IDF is fitted on; 0 for all.
     """
+    tfidf = None
     if encoder == "tfidf":
-        yield from tfidf_embeddings(texts, config.svd, num_fit)
-        return
+        tfidf = fit_tfidf(texts[: num_fit or None], config.svd)
     for start in range(0, len(texts), ITEMS_PER_RANGE):
+        if tfidf:
+            yield tfidf.encode(texts[start : start + ITEMS_PER_RANGE])
+            continue
         if len(texts) > ITEMS_PER_RANGE:
             say(f"encoding from item {start:,} of {len(texts):,}")
         yield encode_texts(texts[start : start + ITEMS_PER_RANGE], encoder, config, say)
@@ -397,32 +374,32 @@ class Projection:
 
 
 def fit_pca(vectors: np.ndarray, width: int) -> Projection:
-    """Fit a PCA: the eigenvectors of the covariance matrix, in float64.
+    """Fit a whitened PCA in float64, by the eigenvectors of the covariance matrix.
 
-    The largest entry of each component is positive, so equal input gives equal output.
+    More than `MAX_FIT_TEXTS` embeddings are sampled.
 
     Args:
         vectors: Embeddings (N, E).
         width: Number of components.
     """
-    mean = vectors.mean(0, dtype=np.float64)
-    covariance = np.zeros((vectors.shape[1],) * 2)
-    for start in range(0, len(vectors), ITEMS_PER_RANGE):
-        rows = slice(start, start + ITEMS_PER_RANGE)
-        centred = vectors[rows].astype(np.float64) - mean
-        covariance += centred.T @ centred
-    variances, components = np.linalg.eigh(covariance / max(1, len(vectors) - 1))
-    variances, components = variances[::-1], components[:, ::-1]  # largest first
-    rank = int((variances > 1e-9 * variances[0]).sum()) if variances[0] > 0 else 0
-    if width > rank:
+    from sklearn.decomposition import PCA
+
+    if len(vectors) > MAX_FIT_TEXTS:
+        draw = np.random.default_rng(0)
+        vectors = vectors[draw.choice(len(vectors), MAX_FIT_TEXTS, replace=False)]
+    pca = PCA(width, svd_solver="covariance_eigh")
+    try:
+        pca.fit(vectors.astype(np.float64))
+    except ValueError as error:  # more components than items or dimensions
+        raise UserError(f"pca is {width}: {one_line(error)}") from error
+    variances = pca.explained_variance_
+    if not variances[-1] > 1e-9 * variances[0]:
         raise UserError(
-            f"pca is {width}, more than the {rank} dimensions that {len(vectors)} "
-            f"embeddings of width {vectors.shape[1]} span"
+            f"pca is {width}, more than the dimensions that {len(vectors)} embeddings "
+            f"of width {vectors.shape[1]} span"
         )
-    components = components[:, :width]
-    signs = np.sign(components[np.abs(components).argmax(0), np.arange(width)])
-    scale = np.sqrt(variances[:width])  # whitened: projections have variance 1
-    return Projection(mean, np.ascontiguousarray(components * signs), scale)
+    # whitened: projections have variance 1
+    return Projection(pca.mean_, pca.components_.T.copy(), np.sqrt(variances))
 
 
 def text_settings(encoder: str, config: EmbedConfig) -> dict[str, Any]:
@@ -573,14 +550,6 @@ JOINT_WARNING = (
     "together, which leaks the document: a model that is conditioned on it reads its "
     "own target; use it for comparison only"
 )
-
-
-def fit_tfidf_encoder(texts: list[str], width: int) -> TfidfEncoder:
-    """Fit TF-IDF and a truncated SVD of at most `width` components."""
-    vectorizer, svd, _ = fit_tfidf(texts, width)
-    return TfidfEncoder(
-        vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_
-    )
 
 
 class PairEncoder:
@@ -750,7 +719,7 @@ def encode_log(
             settings.pop("query_condition", None)
         inputs = {table: hashes[table] for table in INPUT_TABLES[name]}
         origins[name] = {"config": settings, "inputs": {**inputs, "encoder": version}}
-    tfidf = fit_tfidf_encoder(documents, config.svd) if encoder == "tfidf" else None
+    tfidf = fit_tfidf(documents, config.svd) if encoder == "tfidf" else None
     written: dict[str, Table] = {}
     with writing(output_uri):
         if tfidf and has_manifest(join(output_uri, "tokens")):
@@ -958,7 +927,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     items = open_table(join(tables_uri, "items"), ItemsInfo)
     documents = item_texts(items.read(), config)
     encoder = (
-        fit_tfidf_encoder(documents, config.svd)
+        fit_tfidf(documents, config.svd)
         if name == "tfidf"
         else TextEncoder(name, *config.encoder_options())
     )

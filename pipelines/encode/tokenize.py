@@ -2,7 +2,7 @@
 
 `tokenize` writes the tables `embeddings`, `sids` and `trie` to one folder, except those
 that are up to date. Codebooks are trained in this process, or on a cluster in one Ray
-task. Both use a GPU if there is one.
+task: networks on a GPU if there is one, k-means on a CPU.
 """
 
 from __future__ import annotations

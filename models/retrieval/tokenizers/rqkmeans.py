@@ -1,6 +1,6 @@
 """RQ-KMeans: one k-means per level on the residuals of the levels above.
 
-Codebooks of a large catalogue are fitted on a sample with as many points per centroid
+A codebook of a large catalogue is fitted on a sample with as many points per centroid
 as in faiss; then all items get their nearest codes. `rqvae` uses functions of this
 module.
 
@@ -9,11 +9,10 @@ Shapes: N items, D width of the quantised space, C levels, K codes per level.
 
 from __future__ import annotations
 
-import math
+import warnings
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from core.errors import UserError
 from models.retrieval.tokenizers.config import RqkmeansConfig
@@ -40,21 +39,13 @@ class Rqkmeans(Tokenizer):
         return self.config.train_items
 
     def fit(self, embeddings: Tensor, chosen: Tensor | None = None) -> Training:
-        """Train the codebooks by k-means, and yield the progress.
-
-        If there are more than `ITEMS_PER_CODE` items per code, a random sample is used.
-        """
+        """Train the codebooks by k-means, and yield the progress."""
         config = self.config
-        generator = torch.Generator().manual_seed(config.seed)
         sample = embeddings if chosen is None else embeddings[chosen]
-        max_items = ITEMS_PER_CODE * config.codebook_size
-        if len(sample) > max_items:
-            order = torch.randperm(len(sample), generator=generator)
-            sample = sample[order[:max_items].to(sample.device)]
         residual, codebooks = sample, []
         for level in range(config.levels):
             codebook = kmeans(
-                residual, config.codebook_size, generator, config.iterations
+                residual, config.codebook_size, config.seed, config.iterations
             )  # (K, D)
             codes, _ = nearest_centres(residual, codebook)
             residual = residual - codebook[codes]
@@ -115,75 +106,37 @@ def quantize_vectors(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor
     return torch.cat(all_codes), torch.cat(quantized)
 
 
-def kmeans(
-    points: Tensor,
-    k: int,
-    generator: torch.Generator,
-    iterations: int = 100,
-) -> Tensor:
-    """Run Lloyd's k-means from greedy k-means++ seeds.
+def kmeans(points: Tensor, k: int, seed: int, iterations: int = 100) -> Tensor:
+    """Return the centres (k, D) of scikit-learn's k-means from k-means++ seeds.
 
-    An empty cluster restarts at the point farthest from its centre.
+    If there are more than `ITEMS_PER_CODE` points per centre, a random sample is used.
+    Equal seeds give equal centres.
 
     Args:
         points: (N, D) points.
         k: Number of centres.
-        generator: CPU generator. Equal seeds give equal centres.
+        seed: Seed of the sample and the first centres.
         iterations: Most iterations.
-
-    Returns:
-        (k, D) centres.
     """
+    # imported here, as ranking models do not need scikit-learn
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
+
     if len(points) < k:
         raise UserError(
             f"{k} codes per level need at least {k} items, there are {len(points)}"
         )
-    centres = _seed_centres(points, k, generator)
-    previous = torch.full((len(points),), -1, device=points.device)
-    for _ in range(iterations):
-        codes, distances = nearest_centres(points, centres)
-        counts = torch.bincount(codes, minlength=k)
-        empty = (counts == 0).nonzero().flatten()
-        can_fill_empty = len(empty) and float(distances.max()) > 0
-        if torch.equal(codes, previous) and not can_fill_empty:
-            break
-        previous = codes
-        # matrix products add in a fixed order on a GPU too
-        total = torch.zeros_like(centres)
-        for rows, code in zip(
-            points.split(CHUNK_ROWS), codes.split(CHUNK_ROWS), strict=True
-        ):
-            total += F.one_hot(code, k).to(points.dtype).T @ rows
-        means = total / counts.clamp(min=1).unsqueeze(1)
-        centres = torch.where(counts.unsqueeze(1) > 0, means, centres)
-        if len(empty):
-            far = distances.sort(descending=True, stable=True).indices[: len(empty)]
-            far = far[distances[far] > 0]
-            centres[empty[: len(far)]] = points[far]
-    return centres
-
-
-def _seed_centres(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """Choose initial centres (k, D) by greedy k-means++."""
-    num_candidates = 2 + int(math.log(k))
-    uniform = torch.rand(k, num_candidates, generator=generator, dtype=torch.float64)
-    uniform = uniform.to(points.device)
-    squares = points.square().sum(1)
-    seeds = [int(uniform[0, 0] * len(points))]
-    distances = (points - points[seeds[0]]).square().sum(1)
-    for draw in uniform[1:]:
-        mass = distances.double().cumsum(0)
-        candidates = torch.searchsorted(mass, draw * mass[-1], right=True)
-        candidates = candidates.clamp(max=len(points) - 1)  # (candidates,)
-        products = points @ points[candidates].T
-        # (N, candidates): squared distances if a candidate becomes a seed
-        new_distances = squares[:, None] - 2 * products + squares[candidates]
-        new_distances = torch.minimum(new_distances.clamp(min=0), distances[:, None])
-        best = int(new_distances.double().sum(0).argmin())
-        seeds.append(int(candidates[best]))
-        distances = new_distances[:, best].clone()
-        distances[seeds[-1]] = 0
-    return points[seeds]
+    if len(points) > ITEMS_PER_CODE * k:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(points), generator=generator)
+        points = points[order[: ITEMS_PER_CODE * k].to(points.device)]
+    model = KMeans(k, n_init=1, max_iter=iterations, tol=0, random_state=seed)
+    # one thread, as several add their sums in the order in which they end
+    with warnings.catch_warnings(), threadpool_limits(1, user_api="openmp"):
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct points
+        model.fit(points.cpu().numpy())
+    return torch.from_numpy(model.cluster_centers_).to(points)
 
 
 def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:

@@ -111,13 +111,11 @@ class Rqvae(nn.Module):
         """Return the latents (N, D) of all items, computed in chunks."""
         return torch.cat([self.encoder(rows) for rows in embeddings.split(CHUNK_ROWS)])
 
-    def initialise_codebooks(
-        self, embeddings: Tensor, generator: torch.Generator
-    ) -> None:
+    def initialise_codebooks(self, embeddings: Tensor) -> None:
         """Initialise the codebooks by k-means of the residuals (TIGER, Sec. 3.1)."""
         residual = self.latents(embeddings)
         for codebook in self.codebooks.data:
-            centres = kmeans(residual, self.config.codebook_size, generator)
+            centres = kmeans(residual, self.config.codebook_size, self.config.seed)
             codebook.copy_(centres)  # (K, D), keeps the layout of the codebook
             code, _ = nearest_centres(residual, centres)
             residual = residual - centres[code]
@@ -205,7 +203,7 @@ class RqvaeTokenizer(Tokenizer):
             torch.manual_seed(config.seed)
             model = Rqvae(embeddings.shape[1], config)
         model.to(embeddings.device)
-        model.initialise_codebooks(embeddings, generator)
+        model.initialise_codebooks(embeddings)
         layers = [*model.encoder.parameters(), *model.decoder.parameters()]
         optimizer = torch.optim.AdamW(
             [

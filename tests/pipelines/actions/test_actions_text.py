@@ -15,7 +15,7 @@ from core.schemas import Inputs
 from core.tables import read_manifest
 from models.actions.catalogue import ActionsCatalogue
 from pipelines.encode.config import TextConfig
-from pipelines.encode.texts import encode_log, fit_tfidf_encoder
+from pipelines.encode.texts import encode_log, fit_tfidf
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.commands import read_rows
 
@@ -34,7 +34,7 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
         words = f"{row['text_title']} by {row['cat_author'] or ''}".split()
         texts.append(" ".join(words))
     catalogue = ActionsCatalogue.load(Inputs(tables, text=text))
-    expected = fit_tfidf_encoder(texts, 4).encode(texts)
+    expected = fit_tfidf(texts, 4).encode(texts)
     assert catalogue.text.tolist() == expected.tolist()
     assert np.isfinite(catalogue.text.numpy()).all()
     assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash

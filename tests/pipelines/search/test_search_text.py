@@ -39,7 +39,7 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.encode import texts as log_texts
 from pipelines.encode.config import TextConfig
-from pipelines.encode.texts import encode_log, fit_tfidf_encoder
+from pipelines.encode.texts import encode_log, fit_tfidf
 from pipelines.prepare.kinds.simulation import (
     MAKERS,
     NOUNS,
@@ -335,7 +335,7 @@ def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
     assert len(vectors["items"]) == len(items)
     assert len(vectors["queries"]) == len(queries)
     # the vocabulary is the words of documents only
-    encoder = fit_tfidf_encoder(items, 12)
+    encoder = fit_tfidf(items, 12)
     np.testing.assert_allclose(vectors["queries"], encoder.encode(queries), atol=1e-5)
     item, query = read_pairs(tables)[5]
     [expected] = encoder.encode([f"{queries[query]} {items[item]}"])
@@ -344,7 +344,7 @@ def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
 
 def test_tfidf_ranks_an_item_with_the_words_of_the_query_first(tables: str) -> None:
     items, queries = read_texts(tables)
-    encoder = fit_tfidf_encoder(items, 12)
+    encoder = fit_tfidf(items, 12)
 
     similarity = cosine_similarity(encoder.encode([queries[0]]), encoder.encode(items))[
         0
