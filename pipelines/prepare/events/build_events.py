@@ -151,7 +151,7 @@ def _find_new_files(
     continues = bool(source.event_time.column or source.sequence)
     if run.config.ties == "log_order" and new_files:
         continues = continues and "position" in source.absent_columns
-        continues = continues and new_files[0] > max(old.keys() - {*user_files})
+        continues = continues and new_files[0] > max(old.keys() - user_files)
     if new_files and not continues:
         raise UserError(
             f"cannot append to {run.tables.table_uri('events')}: its events are in the "
@@ -453,7 +453,7 @@ def _match_users(user: pa.DictionaryArray, described: pl.DataFrame | None) -> Ma
     if described is None:
         return Match()
     ids = pl.Series(user.dictionary)
-    is_matched = ids.is_in(described["user_id"]).to_numpy()
+    is_matched = ids.is_in(described["user_id"].implode()).to_numpy()
     return Match(
         ids=len(is_matched),
         ids_matched=int(is_matched.sum()),

@@ -78,12 +78,11 @@ def make_items(
         ids = pl.concat([ids, described]).unique().sort()
     if earlier:
         old = pl.Series(earlier.read(["item_id"])["item_id"])
-        ids = pl.concat([old, ids.filter(~ids.is_in(old))])
-    core_end = time.perf_counter()
-    inside = metadata.filter(metadata["item_id"].is_in(ids))
+        ids = pl.concat([old, ids.filter(~ids.is_in(old.implode()))])
+    inside = metadata.filter(metadata["item_id"].is_in(ids.implode()))
     first = inside.unique("item_id", keep="first", maintain_order=True)
     differing = inside.join(first, on=first.columns, how="anti", nulls_equal=True)
-    items = pl.DataFrame({"item_id": ids}).with_row_index("item_index")
+    items = ids.to_frame("item_id").with_row_index("item_index")
     items = items.join(first, on="item_id", how="left", maintain_order="left")
     schema = source.items_schema
     info = ItemsInfo(
@@ -119,8 +118,7 @@ def make_items(
             settings,
             {**inputs, **hashes},
             info,
-            core_s=core_end - begin,
-            write_s=time.perf_counter() - core_end,
+            write_s=time.perf_counter() - begin,
         )
     without_behaviours = ""
     if info.items_without_behaviours is not None:
@@ -139,7 +137,7 @@ def make_items(
 
 def _check_metadata(run: Run, in_core: pl.DataFrame, described: pl.Series) -> None:
     """Warn or raise if few items of the k-core, or few behaviours, have metadata."""
-    is_described = in_core["id"].is_in(described)
+    is_described = in_core["id"].is_in(described.implode())
     matched = in_core.filter(is_described)
     match = Match(
         ids=in_core.height,
@@ -172,7 +170,8 @@ def copy_items(
         return finished
     begin = time.perf_counter()
     seen = load_stats().items
-    is_inside = seen["id"].is_in(pl.Series(original.read(["item_id"])["item_id"]))
+    catalogue_ids = pl.Series(original.read(["item_id"])["item_id"])
+    is_inside = seen["id"].is_in(catalogue_ids.implode())
     share = int(seen.filter(is_inside)["count"].sum()) / int(seen["count"].sum())
     if not share or share < config.min_matched:
         others = seen["id"].filter(~is_inside).head(2).to_list()

@@ -59,7 +59,7 @@ def core_items(
     is_in_core = np.ones(len(ids), dtype=bool)
     is_always_kept = np.zeros(len(ids), dtype=bool)
     if always_kept is not None:
-        is_always_kept = ids.is_in(always_kept).to_numpy()
+        is_always_kept = ids.is_in(always_kept.implode()).to_numpy()
     rounds = 0
     while True:
         counts = np.zeros(len(is_in_core), dtype=np.int64)
