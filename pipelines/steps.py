@@ -1,4 +1,4 @@
-"""The steps from a raw log to text embeddings, as jobs and flows run them.
+"""The steps from a raw log to a comparison of models, as jobs and flows run them.
 
     statistics = make_tables(PrepareOptions(source=..., input=..., output="tables"))
     audit_tables(AuditConfig("tables"))
@@ -11,6 +11,7 @@ Packages are imported when a step runs, so that commands print their first line 
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 import time
@@ -21,21 +22,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
-from core.files import join
+from core.files import join, storage_errors, write_file
 from core.options import STRICT, Folder, as_base, changed, to_words
-from core.schemas import ItemsInfo, SidsInfo, TrieInfo
+from core.schemas import ItemsInfo, RunRef, SidsInfo, TrieInfo
 from core.tables import Table, open_table
 from models import registry
+from pipelines.comparison.config import CompareConfig
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.start import start_ray
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from pipelines.comparison.tables import Table as ComparisonTable
+    from pipelines.evaluation.record import Result
     from pipelines.prepare.options import PrepareOptions, SimulateOptions
     from pipelines.training.run import TrainingResult
 
 Config = TypeVar("Config")
-Result = TypeVar("Result")
+Output = TypeVar("Output")
+
+MAX_LINES = 60
+"""Largest number of printed lines of a comparison with a long table."""
 
 ERROR_LABELS = {
     "reconstruction_error": "embeddings, by the nearest codes",
@@ -46,21 +54,21 @@ ERROR_LABELS = {
 
 def run_step(
     job: str,
-    step: Callable[[Config], Result],
+    step: Callable[[Config], Output],
     config: Config,
-    base: Any = None,
+    options: Mapping[str, Any] | None = None,
     title: str = "",
-) -> Result:
+) -> Output:
     """Print the command line that repeats a step, and run the step.
 
     Args:
         job: Name of the command, such as `train`.
         step: Function of the step.
         config: Config of the step.
-        base: Config whose values the command has by default.
+        options: Options of the command; by default those that are no defaults.
         title: Line to print before, with its line break.
     """
-    words = shlex.join(to_words(changed(config, base)))
+    words = shlex.join(to_words(options or changed(config)))
     print(f"\n{title}$ python -m jobs.{job} {words}", flush=True)
     return step(config)
 
@@ -329,3 +337,142 @@ def train_model(config: TrainConfig) -> TrainingResult:
         f"  look at it  {tracking.view_command(result.run.uri)}"
     )
     return result
+
+
+def measure_checkpoint(config: EvaluateConfig) -> Result:
+    """Measure a checkpoint on a split, and write the metrics to a file and MLflow."""
+    from models.metrics.ranking_metrics import describe_chance_level
+    from models.training import checkpoint
+    from pipelines import tracking
+    from pipelines.evaluation.checks import Workers, check_evaluation
+    from pipelines.evaluation.ranking import evaluate
+    from pipelines.evaluation.record import record_result
+
+    if config.tracking_uri:
+        tracking.check_store(config.tracking_uri)
+    options = config.recommend_options()
+    checked = check_evaluation(config.checkpoint, config.inputs, options)
+    # The driver of a submitted job runs on a node without GPUs, so tasks do the work.
+    is_job = bool(os.environ.get("RAY_ADDRESS"))
+    workers = Workers(config.shards, config.device, is_job)
+    result, metadata = evaluate(
+        config.checkpoint,
+        config.inputs,
+        split=config.split or "test",
+        batch_size=config.batch_size,
+        options=options,
+        workers=workers,
+        checked=checked,
+    )
+    model_class = registry.find(result.model)
+    ranked = pluralize(result.users, "user")
+    if model_class.eval_unit != "user":
+        ranked = f"{pluralize(result.examples, 'request')} of {ranked}"
+    print(f"{result.model} on {result.split}: {ranked}, seed {result.seed}")
+    sequences = checked.versions["sequences"].uri
+    if checkpoint.is_extended(metadata, "sequences", checked.versions):
+        print(f"note: {sequences} extends the table of the training")
+    elif result.is_fresh(metadata):
+        print(f"note: {sequences} is of another log than the training's")
+    for line in model_class.format_metrics(result.metrics):
+        print(line)
+    print(describe_first_time_items(result.metrics), end="")
+    chance_level = describe_chance_level(result.metrics)
+    if chance_level and not model_class.is_baseline:
+        print(f"warning: no better than without a model ({chance_level})")
+    if model_class.ranks == "catalogue":
+        skipped = f"{pluralize(result.skipped, 'request')} without history left out"
+        print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {skipped}")
+    # Record the metrics after they are printed, in case MLflow does not answer.
+    path = record_result(result, metadata, config.tracking_uri)
+    print(f"  written to  {path}")
+    return result
+
+
+def describe_first_time_items(metrics: dict[str, float]) -> str:
+    """Return a line on the requests whose target is new to the user, if measured."""
+    from models.metrics.ranking_metrics import format_metric
+    from models.retrieval.metrics import EXAMPLES, FIRST_PREFIX
+
+    count = metrics.get(FIRST_PREFIX + EXAMPLES)
+    if count is None:
+        return ""
+    values = [
+        f", {name} {format_metric(metrics[FIRST_PREFIX + name])}"
+        for name in ("recall@10", "ndcg@10")
+        if FIRST_PREFIX + name in metrics
+    ]
+    return (
+        f"  {FIRST_PREFIX.rstrip('/')}  {count:,.0f} requests whose target is not in "
+        f"the history{''.join(values)}\n"
+    )
+
+
+def compare_runs(config: CompareConfig) -> None:
+    """Print tables of runs, write the requested files, and register the best run."""
+    from pipelines import tracking
+    from pipelines.comparison.compare import compare, find_best_run
+    from pipelines.comparison.tables import (
+        best_tables,
+        build_tables,
+        to_markdown,
+    )
+    from pipelines.comparison.verdicts import measure_differences
+
+    uri = tracking.find_store(config.tracking_uri)
+    experiments = [[name] for name in config.experiment]
+    if config.sweep or config.run:
+        experiments = [config.experiment]
+    comparisons = [
+        compare(uri, names, config.sweep, config.run, config.metric)
+        for names in experiments
+    ]
+    differences = list(map(measure_differences, comparisons))
+    tables = []
+    for pair in zip(comparisons, differences, strict=True):
+        tables += build_tables(*pair)
+    tables += best_tables(comparisons)
+    shown = tables if config.all else map(shorten, tables)
+    lines = "\n".join(map(to_markdown, shown)).splitlines()
+    is_long = any(len(frame) > 30 for _, frame, _ in tables)
+    if is_long and not config.all:
+        lines = [line for line in lines if line]
+        lines[MAX_LINES - 4 :] = ["more: --all true"]
+    print("\n".join(lines))
+    markdown = "\n".join(map(to_markdown, tables))
+    if config.markdown:
+        with storage_errors(config.markdown):
+            write_file(config.markdown, markdown.encode())
+        print(f"tables written to {config.markdown}")
+    if config.html:
+        from pipelines.comparison.page import build_page, log_page
+
+        page = build_page(comparisons, differences, tables)
+        with storage_errors(config.html):
+            write_file(config.html, page.encode())
+        name = log_page(comparisons[0], page, markdown)
+        print(
+            f"page written to {config.html}, and to MLflow as compare.html of '{name}'"
+        )
+    if config.register:
+        from pipelines.serving.registered_model import register
+
+        name, metric = config.register, f"val/{comparisons[0].metric}"
+        best = find_best_run(comparisons[0])
+        best_run = RunRef(uri, best["experiment"], best["training"])
+        version = register(best_run, name, metric).version
+        print(
+            f"registered: version {version} of {name} is the best checkpoint of "
+            f"{best['name']} by validation\n"
+            f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')"
+        )
+    print(f"look at it: {tracking.view_command(uri)}")
+
+
+def shorten(table: ComparisonTable) -> ComparisonTable:
+    """Return the best rows of a table that has more than 30."""
+    title, frame, _ = table
+    if len(frame) > 30:
+        title = f"{title}: the best 4 of {len(frame)} rows (all: --all true)"
+        return title, frame.head(4), []
+    return table

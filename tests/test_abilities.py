@@ -9,8 +9,8 @@ import pytest
 
 from core.errors import UserError
 from core.options import parse
-from jobs.evaluate import RECOMMEND_NAMES, Config
 from models import registry
+from pipelines.evaluation.config import RECOMMEND_NAMES, EvaluateConfig
 
 ROOT = Path(__file__).parents[1]
 PROBES = {
@@ -73,6 +73,9 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
         "--constrained",
         "false",
     ]
-    assert parse(Config, words).recommend_options() == {"beam": 5, "constrained": False}
+    assert parse(EvaluateConfig, words).recommend_options() == {
+        "beam": 5,
+        "constrained": False,
+    }
     with pytest.raises(UserError, match="scores is 'all'; input should be 'children'"):
-        parse(Config, ["--checkpoint", "C", "--tables", "T", "--scores", "all"])
+        parse(EvaluateConfig, [*words, "--scores", "all"])

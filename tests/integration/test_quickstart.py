@@ -12,7 +12,8 @@ import yaml
 
 from core.errors import UserError
 from core.options import build
-from jobs import quickstart
+from pipelines import quickstart
+from pipelines.quickstart import QuickstartConfig, run_quickstart
 
 TINY = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16}
 FLOWS: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ def flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def find_rows(output: str, model: str) -> str:
     """Return the model's rows in the tables of the comparison."""
     lines = output.split("] Compare ")[1].splitlines()
-    return "\n".join(line for line in lines if line.startswith(f"{model} "))
+    return "\n".join(line for line in lines if line.startswith(f"| {model} "))
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,9 @@ def test_a_simulated_log_becomes_a_table_of_models(
     metric: str,
 ) -> None:
     sizes = {"users": 60, "items": 60, "events": 500}
-    config = quickstart.Config(kind=kind, output=str(tmp_path), simulate=sizes)
+    config = QuickstartConfig(kind=kind, output=str(tmp_path), simulate=sizes)
 
-    quickstart.run(config)
+    run_quickstart(config)
 
     output = capsys.readouterr().out
     assert "No violations" in output
@@ -86,7 +87,7 @@ def test_a_simulated_log_becomes_a_table_of_models(
     assert f"{metrics[metric]:.4f}" in find_rows(output, model)
 
     if kind == "search":  # a second seed joins the first one's row
-        quickstart.run(replace(config, seed=43))
+        run_quickstart(replace(config, seed=43))
         assert "±" in find_rows(capsys.readouterr().out, model)
 
 
@@ -107,13 +108,13 @@ def test_epochs_follow_from_the_number_of_requests(
     flow = build(quickstart.Flow, content[kind])
     splits = {"train": requests, "val": requests // 8, "test": requests // 8}
 
-    steps = [*quickstart.plan_models(quickstart.Config(), Path(), flow, splits, True)]
+    steps = [*quickstart.plan_models(QuickstartConfig(), Path(), flow, splits, True)]
 
-    fits = [step.options.get("fit", {}) for step in steps if step.job == "train"]
-    trained = [fit for fit in fits if "max_epochs" in fit]
-    assert [fit["max_epochs"] for fit in trained] == epochs
+    fits = [step.config.fit for step in steps if step.job == "train"]
+    trained = [fit for fit in fits if fit.max_epochs in epochs]
+    assert [fit.max_epochs for fit in trained] == epochs
     is_limited = kind != "actions" and requests > 16_000
-    assert all(("eval_examples" in fit) == is_limited for fit in trained)
+    assert all(bool(fit.eval_examples) == is_limited for fit in trained)
     assert sum(step.seconds for step in steps) < 700
 
 
@@ -136,8 +137,8 @@ def test_searches_without_texts_are_ranked_by_models_that_need_none(
     )
     data = str(tmp_path / "visits")
 
-    config = quickstart.Config(data=data, source=str(source), output=str(tmp_path))
-    quickstart.run(config)
+    config = QuickstartConfig(data=data, source=str(source), output=str(tmp_path))
+    run_quickstart(config)
 
     output = capsys.readouterr().out
     assert "qgs is skipped" in output
@@ -154,10 +155,10 @@ def test_a_doubtful_mapping_is_printed_and_nothing_is_written(
     )
     (tmp_path / "visits/visits.csv").write_text(rows)
     data = str(tmp_path / "visits")
-    config = quickstart.Config(data=data, output=str(tmp_path / "out"))
+    config = QuickstartConfig(data=data, output=str(tmp_path / "out"))
 
-    with pytest.raises(UserError, match=f"--suggest {data}"):
-        quickstart.run(config)
+    with pytest.raises(UserError, match=f"may be wrong for {data}"):
+        run_quickstart(config)
 
     assert "user:" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()

@@ -14,9 +14,10 @@ import pytest
 
 from core.errors import UserError
 from core.options import parse
-from jobs.compare import Config, run, shorten
+from jobs.compare import Config, run
 from pipelines import tracking
 from pipelines.comparison.tables import to_markdown
+from pipelines.steps import shorten
 from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
 HOSTILE = "<img src=x>|[a](b)"

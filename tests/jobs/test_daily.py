@@ -203,6 +203,8 @@ def test_wrong_options_of_a_step_are_refused_before_any_work(tmp_path: Path) -> 
         ({"train": {"config": tiger, "fit": {"epochs": 2}}}, "fit.epochs"),
         ({"tokenize": {"tokenizer": "rqkmean"}}, "rqkmean"),
         ({"max_drop": {"ndcg@10": 2}}, "max_drop.ndcg@10"),
+        ({"prepare": {"output": "x"}}, "prepare.output is 'x'"),
+        ({"register": "a/b"}, "register is 'a/b'"),
     ]
     for changes, message in wrong:
         with pytest.raises(UserError, match=message):

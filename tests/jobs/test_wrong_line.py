@@ -63,10 +63,8 @@ TOKENIZE = "tokenize --tables {tables} --output {runs}/out"
 WRONG_LINES = [
     (f"{SASREC} --fit.metric ndcg10", "the nearest is 'ndcg@10'"),
     (f"{SASREC} --name a/b", "'a/b'"),
-    (f"{SASREC} --model.nam x", "'model.name'"),
     (f"{SASREC} --fit.lrr 1", "'fit.lr'"),
     (f"{SASREC} --model.name tigre", "'tiger'"),
-    (f"{SASREC} --fit.lr fast", "fast"),
     (f"{SASREC} --fit.lr inf", "finite"),
     (f"{SASREC} --fit.seed -1", "fit.seed is '-1'"),
     (f"{SASREC} --fit.eval_options.unseen maybe", "eval_options.unseen is 'maybe'"),
@@ -88,13 +86,13 @@ WRONG_LINES = [
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --beam 0", "beam is '0'"),
     ("encode --tables {tables} --output {runs}/out", "read no texts"),
     (f"{TOKENIZE} --tokenizer rqvae --tokenizer.epoch 3", "'tokenizer.epochs'"),
-    (f"{TOKENIZE} --tokenizer bpe", "bpe"),
     (f"{PREPARE} --input /nowhere", "/nowhere"),
     (f"{PREPARE} --source /nowhere.yaml", "/nowhere.yaml"),
     (f"{PREPARE} --core -3", "core is '-3'"),
     (f"{PREPARE} --split.by random", "random"),
     (f"{PREPARE} --split.val_fraction 0.9 --split.test_fraction 0.2", "nothing for"),
     (f"{PREPARE} --split.val_days 0 --split.test_days 1", "split.val_days is '0'"),
+    ("compare --experiment x --register a/b", "register is 'a/b'"),
     ("simulate --output {runs}/out --users 0", "users is '0'"),
 ]
 """Command lines that end with exit code 1, and a fragment of their one line."""

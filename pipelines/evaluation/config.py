@@ -1,0 +1,93 @@
+"""Options of jobs.evaluate; PyTorch is not imported, to parse command lines quickly."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT, Folder
+from core.schemas import Inputs
+from models.retrieval.options import (
+    RECOMMEND_OPTIONS,
+    AtSpeedOptions,
+    StudentOptions,
+)
+
+RECOMMEND_NAMES = tuple(
+    dict.fromkeys(field.name for kind in RECOMMEND_OPTIONS for field in fields(kind))
+)
+"""Names of the options of all models' `recommend`, which are options of this job."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EvaluateConfig(StudentOptions, AtSpeedOptions):
+    """Options of jobs.evaluate."""
+
+    checkpoint: Folder
+    """Folder of a checkpoint, or of a finished run, whose best checkpoint is loaded."""
+    tables: Folder
+    """TABLES: the folder that jobs.prepare made."""
+    sids: str | None = None
+    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    text: str | None = None
+    """TEXT: the folder that jobs.encode made, for search models; optional for models of
+    actions."""
+    split: Literal["val", "test"] | None = None
+    """Split whose requests are ranked. By default test. --batch_inference of a model
+    that ranks the catalogue by default predicts the next item after each user's whole
+    history."""
+    batch_inference: Folder | None = None
+    """Write the top K items of all users, or of the requests of --split with their
+    targets, to this folder as the table `recommendations`. For a model that ranks
+    candidates, write the probabilities and labels of all candidates of the split as the
+    table `scores`."""
+    allowed: str | None = None
+    """File with the ids of the items that --batch_inference may recommend: text with an
+    id per line, or CSV or Parquet with a column item_id."""
+    nearest: Folder | None = None
+    """Write the K nearest items of each item to this Parquet file: by cosine similarity
+    of SASRec's item embeddings or of the embeddings of TIGER's codes, or the neighbours
+    of item_knn."""
+    k: PositiveInt = 20
+    """Number of items: per item with --nearest, and with --batch_inference of a model
+    that ranks the catalogue per user or request."""
+    batch_size: PositiveInt = 256
+    """Requests per batch."""
+    shards: PositiveInt = 1
+    """Number of Ray tasks (actors in batch inference) that rank the users; 1: this
+    process ranks them, unless the job was submitted to a cluster."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; auto: a GPU if there is one."""
+    tracking_uri: str | None = None
+    """MLflow tracking URI, if MLflow has moved since the training."""
+    overwrite: bool = False
+    """Replace the table of --batch_inference."""
+
+    def __post_init__(self) -> None:
+        if self.allowed and not self.batch_inference:
+            raise ValueError(
+                "allowed is given without batch_inference; metrics rank the whole "
+                "catalogue"
+            )
+        if self.nearest and self.batch_inference:
+            raise ValueError("nearest is given with batch_inference")
+        ignored = list(self.recommend_options())
+        if self.split:
+            ignored.append("split")
+        if self.nearest and ignored:
+            raise ValueError(
+                f"{ignored[0]} is given with nearest, which ranks no requests"
+            )
+
+    @property
+    def inputs(self) -> Inputs:
+        """Folders of tables."""
+        return Inputs(self.tables, self.sids, self.text)
+
+    def recommend_options(self) -> dict[str, Any]:
+        """Return the options of `recommend` that have a value, by name."""
+        options = {name: vars(self)[name] for name in RECOMMEND_NAMES}
+        return {name: value for name, value in options.items() if value is not None}
