@@ -32,8 +32,8 @@ from pipelines.comparison.verdicts import VERDICTS
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Tol's bright scheme, which colour-blind readers can distinguish."""
 
-MAX_CURVES, MAX_POINTS = 10, 300
-"""Largest number of rows with curves, and of points of a curve."""
+MAX_ROWS, MAX_CURVES, MAX_POINTS = 30, 10, 300
+"""Largest number of rows with differences and with curves, and of points of a curve."""
 
 STYLE = """
 body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 84rem;
@@ -181,10 +181,12 @@ def draw_differences(differences: pl.DataFrame, colours: Mapping[str, str]) -> s
     )
     if lines.is_empty():
         return ""
-    rows = lines["row"].unique(maintain_order=True)
+    rows = lines["row"].unique(maintain_order=True).head(MAX_ROWS)
+    lines = lines.filter(pl.col("row").is_in(rows.to_list()))
     return draw(
         f"test/{lines['metric'][0]} against the best model without training",
-        "Differences per user on test, with the 95% interval over users.",
+        "Differences per user on test, with the 95% interval over users, at most "
+        f"{MAX_ROWS} rows.",
         express.scatter,
         lines,
         colours,

@@ -54,28 +54,17 @@ def check_evaluation(
     """
     uri = find_checkpoint(uri)
     saved = checkpoint.read(uri)
-    given_options = check_options(saved.name, options)
+    given_options = {key: value for key, value in options.items() if value is not None}
+    options_class = registry.find(saved.name).options_class
+    if options_class:
+        build(options_class, given_options)
+    else:
+        check_known(given_options, (), f"the options of '{saved.name}'")
     versions = read_versions(saved.name, inputs)
     checkpoint.check(
         saved, uri, replace_sequences_version(versions, saved), extending=True
     )
     return CheckedEvaluation(uri, saved, given_options, versions)
-
-
-def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `recommend` that are not None.
-
-    Args:
-        name: Name of the model.
-        options: Values by option.
-    """
-    given_options = {key: value for key, value in options.items() if value is not None}
-    options_class = registry.find(name).options_class
-    if options_class:
-        build(options_class, given_options)
-    else:
-        check_known(given_options, (), f"the options of '{name}'")
-    return given_options
 
 
 @dataclass(frozen=True)

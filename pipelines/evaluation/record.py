@@ -10,15 +10,14 @@ was continued are ignored.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mlflow.exceptions import MlflowException
+from pydantic import TypeAdapter
 
 from core.errors import UserError, one_line
 from core.files import join, write_file
@@ -77,26 +76,6 @@ class Result:
         }
         return {f"{self.split}/{name}": value for name, value in metrics.items()}
 
-    def to_params(self) -> dict[str, Any]:
-        """Return the params of the MLflow run: split, options and checkpoint."""
-        return {"split": self.split, **self.options, "checkpoint": self.checkpoint}
-
-
-def changed_options(
-    options: Mapping[str, Any], config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the options of an evaluation that differ from the model's config.
-
-    Args:
-        options: Options of the evaluation.
-        config: Config of the model.
-    """
-    return {
-        name: value
-        for name, value in sorted(options.items())
-        if name != "batch_size" and config.get(name) != value
-    }
-
 
 def record_result(
     result: Result, evaluated: Checkpoint, tracking_uri: str | None = None
@@ -113,7 +92,11 @@ def record_result(
     Returns:
         The path of the file.
     """
-    changed = changed_options(result.options, evaluated.model)
+    changed = {  # options that differ from the model's config
+        name: value
+        for name, value in sorted(result.options.items())
+        if name != "batch_size" and evaluated.model.get(name) != value
+    }
     option_names = [f"{name}-{value}" for name, value in changed.items()]
     file_name = "-".join(["evaluation", result.split, *option_names])
     if result.is_fresh(evaluated):
@@ -192,7 +175,11 @@ def log_evaluation(
     child = tracking.open_child(
         training,
         " ".join([result.split, *words]),
-        params=result.to_params(),
+        params={
+            "split": result.split,
+            **result.options,
+            "checkpoint": result.checkpoint,
+        },
         hashes=result.hashes,
         tags={
             tracking.KIND_TAG: tracking.EVALUATION,
@@ -240,14 +227,4 @@ def pop_per_user(sums: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 def to_json(result: Result) -> str:
     """Return a result as JSON, with null for undefined metrics."""
-    content = to_standard_json(asdict(result))
-    return json.dumps(content, indent=2, sort_keys=True, allow_nan=False)
-
-
-def to_standard_json(value: Any) -> Any:
-    """Return nested content with None in place of NaN and infinity."""
-    if isinstance(value, dict):
-        return {key: to_standard_json(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return TypeAdapter(Result).dump_json(result, indent=2).decode()
