@@ -16,11 +16,10 @@ import pyarrow as pa
 
 from core.errors import UserError
 from core.schemas import AsOfFeatures, AsOfInfo
-from core.tables import Part, Table, write_part
+from core.tables import Table, write_part
 from pipelines.prepare.executor import Shared
 from pipelines.prepare.reading.log import AsOf
 from pipelines.prepare.reading.reader import read_section
-from pipelines.prepare.reading.rows import RejectCounts
 from pipelines.prepare.run import Run
 
 PREFIX = "as_of_"
@@ -46,50 +45,21 @@ def _make_table(run: Run, name: str, section: AsOf) -> Table[AsOfInfo]:
     stamps = run.stamps(files)
     if finished := run.tables.find_finished(AsOfInfo, settings, {}, stamps, table):
         return finished
-    uri = run.tables.table_uri(table)
-    with run.tables.clean_up_on_error(table):
-        call = (section, run.input, files, uri)
-        [(_, written)] = run.executor.map_unordered(_write_table, [call])
-        run.check_rejects(written.rejected, f" of {table}")
-        if written.part is None:
-            raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
-        info = AsOfInfo(section.key, stamps)
-        committed = run.tables.commit(
-            table, section.schema, [written.part], settings, written.hashes, info
-        )
-    run.report(
-        f"{table}: {committed.rows:,} rows; dropped {written.repeated:,} with the id "
-        f"and time of a later row"
-    )
-    return committed
-
-
-@dataclass(frozen=True)
-class WrittenTable:
-    """The part of a written table, and statistics of its files."""
-
-    part: Part | None
-    """The part, or None if no row is valid."""
-    rejected: RejectCounts
-    """Rows that were read and rejected."""
-    repeated: int
-    """Rows dropped because a later row has the same id and time."""
-    hashes: dict[str, str]
-    """Hash of the parsed bytes of each file."""
-
-
-def _write_table(
-    section: AsOf, input_uri: str, files: list[str], uri: str
-) -> WrittenTable:
-    """Read the files of a section, and write their rows sorted by id and time."""
-    read = read_section(section, input_uri, files)
+    read = read_section(section, run.input, files)
+    run.check_rejects(read.rejected, f" of {table}")
+    if not read.rows.height:
+        raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
     keys = [section.key, "timestamp_ms"]
     rows = read.rows.sort(keys, maintain_order=True)
     last = rows.unique(keys, keep="last", maintain_order=True)
-    part = None
-    if last.height:
-        part = write_part(uri, last.to_arrow().cast(section.schema))
-    return WrittenTable(part, read.rejected, rows.height - last.height, read.hashes)
+    schema, uri = section.schema, run.tables.table_uri(table)
+    part = write_part(uri, last.to_arrow().cast(schema))
+    info = AsOfInfo(section.key, stamps)
+    run.report(
+        f"{table}: {last.height:,} rows; dropped {rows.height - last.height:,} with "
+        f"the id and time of a later row"
+    )
+    return run.tables.commit(table, schema, [part], settings, read.hashes, info)
 
 
 @dataclass(frozen=True)
