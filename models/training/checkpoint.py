@@ -29,6 +29,7 @@ import safetensors.torch
 import torch
 from pyarrow import fs
 from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from torch import nn
 
 from core.errors import UserError, one_line
@@ -135,14 +136,17 @@ def _write_files(
     state: dict[str, Any] | None,
 ) -> None:
     """Write the files of a checkpoint, except `config.json`, into a local folder."""
-    if state is not None and "weights" in state:
-        state = dict(state)
-        safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
-    else:
-        # save_model stores tied weights once
-        safetensors.torch.save_model(model, str(folder / WEIGHTS))
-    if state is not None:
-        torch.save(state, folder / STATE)
+    try:
+        if state is not None and "weights" in state:
+            state = dict(state)
+            safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
+        else:
+            # save_model stores tied weights once
+            safetensors.torch.save_model(model, str(folder / WEIGHTS))
+        if state is not None:
+            torch.save(state, folder / STATE)
+    except (SafetensorError, RuntimeError) as error:  # such as a full disk
+        raise OSError(f"{folder}: {one_line(error)}") from None
     names = [WEIGHTS, *([STATE] if state is not None else [])]
     metadata.files = {name: (folder / name).stat().st_size for name in names}
     metadata.sha256 = {name: _hash(folder / name) for name in names}

@@ -112,6 +112,8 @@ def open_child(
 ) -> RunRef:
     """Open a child run in the experiment of its parent.
 
+    Children of this name that are still running were interrupted, and are deleted.
+
     Args:
         parent: MLflow run of the training.
         name: Name of the child.
@@ -123,6 +125,10 @@ def open_child(
     parent_info = client.get_run(parent.run_id).info
     if parent_info.lifecycle_stage == "deleted":
         raise UserError("the run of the training is deleted")
+    filter_text = f"tags.`{PARENT_TAG}` = '{parent.run_id}'"
+    for run in client.search_runs([parent_info.experiment_id], filter_text):
+        if run.info.run_name == name and run.info.status == "RUNNING":
+            client.delete_run(run.info.run_id)
     all_tags = {**origin_tags(hashes), **tags, PARENT_TAG: parent.run_id}
     child = client.create_run(parent_info.experiment_id, run_name=name, tags=all_tags)
     log_params(client, child.info.run_id, params)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -46,6 +47,21 @@ def saved(small: tuple[str, str], tmp_path: Path) -> Path:
     state = {"position": {"epoch": 3}}
     checkpoint.save(tmp_path / "tiger", setup.model, setup.checkpoint(epoch=3), state)
     return tmp_path / "tiger"
+
+
+@pytest.mark.parametrize("bytes_left", [100, 250_000])
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(
+    bytes_left: int, small: tuple[str, str], tmp_path: Path
+) -> None:
+    setup = build_training(TIGER, FitConfig(batch_size=8), Inputs(*small))
+    state = {"position": {"epoch": 3}, "filler": torch.zeros(1_000_000)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
+    try:
+        with pytest.raises(OSError, match="tiger"):
+            checkpoint.save(tmp_path / "tiger", setup.model, setup.checkpoint(), state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_checkpoint_belongs_to_its_model_and_tables(

@@ -105,6 +105,29 @@ def test_a_run_whose_opening_was_killed_is_deleted(tmp_path: Path, uri: str) -> 
     assert stages == ["deleted", "active", "active"]
 
 
+def test_an_evaluation_that_was_killed_is_deleted_when_it_is_repeated(uri: str) -> None:
+    config = {"model": {"name": "sasrec"}}
+    training = tracking.open_run(
+        uri, "retrieval/x", "sasrec", "/runs/a", config=config, hashes={}
+    )
+
+    def open_child(name: str) -> tracking.RunRef:
+        return tracking.open_child(training, name, params={}, hashes={}, tags={})
+
+    ended = open_child("test")
+    tracking.Logger(ended).end()
+    killed, other, repeated = open_child("test"), open_child("val"), open_child("test")
+
+    client = tracking.connect(uri)
+    stages = {
+        run.run_id: client.get_run(run.run_id).info.lifecycle_stage
+        for run in (ended, killed, other, repeated)
+    }
+    assert [run for run, stage in stages.items() if stage == "deleted"] == [
+        killed.run_id
+    ]
+
+
 @contextmanager
 def run_server(store: str, port: int, folder: Path) -> Iterator[str]:
     """Run an MLflow server while the block runs; provide its address."""
