@@ -5,7 +5,10 @@ where a user has a training behaviour with an item, else 0:
 
     P     = (X^T X + l2 I)^-1
     B_ij  = -P_ij / P_jj for i != j, B_jj = 0
-    score = x B, x (M,) 1 for the items of the history
+    score = x B, x_i = history_decay^steps for the items of the history
+
+steps counts the behaviours after the item's last one; with a decay of 1, x is 1 for the
+items of the history, as in the paper. Validation chooses `l2` and `history_decay`.
 
 B has M^2 numbers. If the catalogue has more than `max_items` items, M covers the items
 most frequent in training, and all other items are ranked below them by popularity. If
@@ -28,15 +31,24 @@ from pydantic.dataclasses import dataclass
 from scipy.linalg import lapack
 from scipy.sparse import csr_array
 from torch import Tensor
+from torch.nn import functional
 
 from core.options import STRICT, NamedConfig
+from models.retrieval.baselines.choice import Values, choose, describe, list_choices
 from models.retrieval.baselines.interactions import (
-    history_counts,
     interaction_matrix,
+    is_last_occurrence,
     item_counts,
     popular_below_zero,
+    real_items,
+    steps_back,
 )
-from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
+from models.retrieval.data import (
+    Catalogue,
+    HistoryBatch,
+    InteractionBatch,
+    RequestBatch,
+)
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
@@ -45,8 +57,10 @@ from models.retrieval.recommend import best_allowed, recommender
 class EASEConfig(NamedConfig):
     """EASE: a linear item-to-item model in closed form."""
 
-    l2: PositiveFloat = 500.0
+    l2: Values[PositiveFloat] = (200.0, 500.0)
     """L2 regularisation of B: larger for fewer behaviours per item."""
+    history_decay: Values[PositiveFloat] = (0.8, 1.0)
+    """Factor on an item of the history per later behaviour."""
     max_items: PositiveInt = 10_000
     """M, the most items that B covers. The model takes 4 M^2 bytes and training 12
     M^2."""
@@ -61,6 +75,7 @@ class EASE(RetrievalModel):
     config_class = EASEConfig
     example_unit = "behaviour"
     trains_by_gradient = False
+    stops_early = True
     is_baseline = True
 
     counts: Tensor
@@ -69,6 +84,8 @@ class EASE(RetrievalModel):
     """(M,) items that B covers, ascending."""
     weights: Tensor
     """(M, M) the matrix B."""
+    history_decay: Tensor
+    """() the chosen `history_decay`."""
 
     def __init__(self, config: EASEConfig, catalogue: Catalogue) -> None:
         super().__init__(config, catalogue)
@@ -76,6 +93,7 @@ class EASE(RetrievalModel):
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
         self.register_buffer("items", torch.arange(size))
         self.register_buffer("weights", torch.zeros((size, size)))
+        self.register_buffer("history_decay", torch.ones(()))
 
     @classmethod
     def resolve_config(cls, config: EASEConfig, catalogue: Catalogue) -> EASEConfig:
@@ -96,26 +114,45 @@ class EASE(RetrievalModel):
             f"{gib:,.1f} GiB"
         ]
 
-    def fit_in_one_pass(self, batches: Iterable[InteractionBatch]) -> None:
-        """Solve for B from training batches of unit `behaviour`, once."""
+    def fit_in_one_pass(
+        self, batches: Iterable[InteractionBatch], val_batches: Iterable[RequestBatch]
+    ) -> None:
+        """Solve for B from training batches of unit `behaviour`, once per l2."""
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(item_counts(matrix))
         frequent = np.argsort(-self.counts.cpu().numpy(), kind="stable")
         items = np.sort(frequent[: len(self.items)])
         self.items.copy_(torch.from_numpy(items))
-        self.weights.copy_(solve_weights(matrix[:, items], self.config.l2))
+        solved = 0.0
+
+        def learn(choice: dict[str, Any]) -> None:
+            nonlocal solved
+            if choice["l2"] != solved:
+                self.weights.copy_(solve_weights(matrix[:, items], choice["l2"]))
+                solved = choice["l2"]
+            self.history_decay.fill_(choice["history_decay"])
+
+        choices = list_choices(self.config, ("l2", "history_decay"))
+        choice = choose(self, choices, learn, val_batches)
+        learn(choice)
+        self.ranks_by = describe(choice)
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return items and scores, (B, k) both, by the linear model."""
-        # (B, M): 1 for the items of the history
-        counts = history_counts(batch, len(self.counts))[:, self.items]
-        indicators = (counts > 0).float()
-        linear_scores = indicators @ self.weights
+        num_items, size = len(self.counts), len(self.items)
+        history = real_items(batch, num_items)  # (B, T), `num_items` at padding
+        index = torch.searchsorted(self.items, history).clamp(max=size - 1)
+        is_covered = self.items[index] == history
+        is_covered &= is_last_occurrence(history, num_items)
+        decay = self.history_decay ** steps_back(history, num_items)
+        linear_scores = functional.embedding_bag(
+            index, self.weights, mode="sum", per_sample_weights=decay * is_covered
+        )  # (B, M)
         # items that B does not cover are below all linear scores
         lowest = linear_scores.amin(1, keepdim=True).clamp(max=0)
         scores = lowest + popular_below_zero(self.counts)  # (B, N)
-        has_history = indicators.any(1, keepdim=True)
+        has_history = is_covered.any(1, keepdim=True)
         scores[:, self.items] = torch.where(
             has_history, linear_scores, scores[:, self.items]
         )

@@ -70,6 +70,19 @@ def steps_back(items: Tensor, num_items: int) -> Tensor:
     return (length - 1 - torch.arange(items.shape[1], device=items.device)).clamp(0)
 
 
+def is_last_occurrence(items: Tensor, num_items: int) -> Tensor:
+    """Return whether each item of a history (B, T) is its last occurrence there.
+
+    Args:
+        items: (B, T) items of histories, `num_items` at padding.
+        num_items: Number N of items.
+    """
+    position = torch.arange(items.shape[1], device=items.device).expand_as(items)
+    last = position.new_zeros((len(items), num_items + 1))
+    last.scatter_reduce_(1, items, position, "amax")
+    return last.gather(1, items) == position
+
+
 def popular_below_zero(counts: Tensor) -> Tensor:
     """Return (N,) scores in [-1, 0) that order items by their `counts` (N,).
 

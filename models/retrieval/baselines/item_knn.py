@@ -7,12 +7,14 @@ X (U, N) counts the training behaviours of each user with each item, W its weigh
     bm25      w_ui = idf_u x_ui (k1 + 1) / (x_ui + k1 (1 - b + b c_i / mean(c)))
     idf_u     log(N / (1 + number of items of u)), at least 0
     s_ij      <w_i, w_j> / (|w_i| |w_j| + shrinkage), w_i the column of item i
-    score     sum of s_ij over the distinct items i of the history, j among the
-              `neighbours` items most similar to i
+    score     sum of history_decay^steps s_ij over the distinct items i of the history,
+              j among the `neighbours` items most similar to i; steps counts the
+              behaviours after the item's last one
 
 Items are documents and users are terms: users with many items have less weight, and
 with bm25 items with many users have lower weights (c_i is the sum of column i; k1 =
-1.2, b = 0.75). Items without a score are ranked last, by popularity.
+1.2, b = 0.75). Items without a score are ranked last, by popularity. `weights`,
+`shrinkage` and `history_decay` are chosen on validation.
 
 Item-based top-N: Deshpande and Karypis, TOIS 2004; shrinkage: Bell and Koren, ICDM
 2007; BM25: Robertson and Zaragoza, 2009.
@@ -25,20 +27,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from scipy.sparse import csr_array
 from torch import Tensor
 
 from core.options import STRICT, NamedConfig
-from models.retrieval.baselines.interactions import interaction_matrix, item_counts
+from models.retrieval.baselines.choice import Values, choose, describe, list_choices
+from models.retrieval.baselines.interactions import (
+    interaction_matrix,
+    is_last_occurrence,
+    item_counts,
+    steps_back,
+)
 from models.retrieval.baselines.neighbours import NeighbourModel, keep_best
-from models.retrieval.data import InteractionBatch
+from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
 
 BM25_K1 = 1.2
 """Saturation of counts in BM25."""
@@ -56,11 +64,13 @@ class ItemKNNConfig(NamedConfig):
 
     neighbours: PositiveInt = 100
     """Number of most similar items stored per item."""
-    weights: Literal["none", "tfidf", "bm25"] = "tfidf"
+    weights: Values[Literal["none", "tfidf", "bm25"]] = ("tfidf", "bm25")
     """Weights of a user's items: none (raw counts), tfidf or bm25."""
-    shrinkage: NonNegativeFloat = 0.0
+    shrinkage: Values[NonNegativeFloat] = (0.0,)
     """Added to the denominator of the cosine, which lowers similarities based on few
     users."""
+    history_decay: Values[PositiveFloat] = (0.8, 1.0)
+    """Factor on an item of the history per later behaviour."""
     max_history: PositiveInt = 200
     """Number of latest behaviours read per request."""
 
@@ -71,23 +81,43 @@ class ItemKNN(NeighbourModel):
     name = "item_knn"
     config_class = ItemKNNConfig
     example_unit = "behaviour"
+    stops_early = True
 
-    def fit_in_one_pass(self, batches: Iterable[InteractionBatch]) -> None:
-        """Find the neighbours from training batches of unit `behaviour`, once."""
+    history_decay: Tensor
+    """() the chosen `history_decay`."""
+
+    def __init__(self, config: ItemKNNConfig, catalogue: Catalogue) -> None:
+        super().__init__(config, catalogue)
+        self.register_buffer("history_decay", torch.ones(()))
+
+    def fit_in_one_pass(
+        self, batches: Iterable[InteractionBatch], val_batches: Iterable[RequestBatch]
+    ) -> None:
+        """Find the neighbours from training batches of unit `behaviour`."""
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(item_counts(matrix))
-        neighbours, similarity = nearest_items(
-            weight_counts(matrix, self.config.weights),
-            self.config.neighbours,
-            self.config.shrinkage,
-        )
-        self.neighbours.copy_(torch.from_numpy(neighbours))
-        self.similarity.copy_(torch.from_numpy(similarity))
+
+        def learn(choice: dict[str, Any]) -> None:
+            neighbours, similarity = nearest_items(
+                weight_counts(matrix, choice["weights"]),
+                self.config.neighbours,
+                choice["shrinkage"],
+            )
+            self.neighbours.copy_(torch.from_numpy(neighbours))
+            self.similarity.copy_(torch.from_numpy(similarity))
+            self.history_decay.fill_(choice["history_decay"])
+
+        names = ("weights", "shrinkage", "history_decay")
+        choices = list_choices(self.config, names)
+        choice = choose(self, choices, learn, val_batches)
+        learn(choice)
+        self.ranks_by = describe(choice)
 
     def history_factors(self, items: Tensor) -> Tensor:
-        """Count each distinct item once: 1 at its last occurrence, else 0."""
-        is_equal = items[:, :, None] == items[:, None, :]
-        return ~is_equal.triu(1).any(2)
+        """Count each distinct item once: history_decay^steps, or 0."""
+        num_items = len(self.counts)
+        decay = self.history_decay ** steps_back(items, num_items)
+        return decay * is_last_occurrence(items, num_items)
 
 
 def weight_counts(matrix: csr_array, weights: str) -> csr_array:

@@ -46,7 +46,8 @@ def test_nearest_items_of_item_knn_are_its_neighbours() -> None:
     model = build("item_knn", neighbours=3)
     users = torch.tensor([0, 0, 0, 1, 1])
     targets = torch.tensor([4, 5, 6, 4, 5])
-    model.fit_in_one_pass([InteractionBatch(user_row=users, target=targets)])
+    pairs = InteractionBatch(user_row=users, target=targets)
+    model.fit_in_one_pass([pairs], [])
 
     items, scores = model.nearest_items(5)
 

@@ -78,10 +78,20 @@ def build_resolved(options: dict[str, Any], catalogue: Catalogue) -> Any:
     return model_class(model_class.resolve_config(config, catalogue), catalogue)
 
 
+ONE_CHOICE = {
+    "item_knn": {"weights": "tfidf", "history_decay": 1},
+    "ease": {"l2": 500, "history_decay": 1},
+}
+"""Options of which validation would choose, by model."""
+
+
 def fit_model(behaviours: list[list[int]], **options: Any) -> Any:
     """Return a model that is fitted to behaviours."""
-    model = build_resolved(options, Catalogue(ITEMS))
-    model.fit_in_one_pass(to_batches(behaviours))
+    model = build_resolved(
+        ONE_CHOICE.get(options["name"], {}) | options, Catalogue(ITEMS)
+    )
+    val = [[]] if model.stops_early else []  # one choice needs no validation
+    model.fit_in_one_pass(to_batches(behaviours), *val)
     return model.eval()
 
 
@@ -149,9 +159,15 @@ def dense_similarities(
 
 
 @pytest.mark.parametrize("weights", ["none", "tfidf", "bm25"])
-@pytest.mark.parametrize(("neighbours", "shrinkage"), [(3, 0.0), (50, 2.5)])
+@pytest.mark.parametrize(
+    ("neighbours", "shrinkage", "decay"), [(3, 0.0, 1.0), (50, 2.5, 0.7)]
+)
 def test_item_knn_equals_a_dense_reference(
-    weights: str, neighbours: int, shrinkage: float, monkeypatch: pytest.MonkeyPatch
+    weights: str,
+    neighbours: int,
+    shrinkage: float,
+    decay: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(item_knn, "PRODUCTS_PER_BLOCK", 30)  # several blocks
     behaviours = draw_behaviours()
@@ -169,11 +185,12 @@ def test_item_knn_equals_a_dense_reference(
         weights=weights,
         neighbours=neighbours,
         shrinkage=shrinkage,
+        history_decay=decay,
     )
     items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
     for row, history in enumerate(HISTORIES):
-        expected = nearest[sorted(set(history))].sum(0)
+        expected = decayed_history(history, decay) @ nearest
         expected = np.where(expected > 0, expected, popular)
         np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
         np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
@@ -271,6 +288,14 @@ def test_sequential_rules_choose_the_options_with_the_best_validation_ndcg() -> 
     assert len(set(ndcg.values())) > 1
 
 
+def decayed_history(history: list[int], decay: float) -> NDArray[np.float64]:
+    """Return decay^steps (N,) of the history's items, steps from the last of each."""
+    values = np.zeros(ITEMS)
+    for steps, item in reversed(list(enumerate(history[::-1]))):
+        values[item] = decay**steps
+    return values
+
+
 def dense_ease(counts: NDArray[np.float64], l2: float) -> NDArray[np.float64]:
     """Return the weights (N, N) of EASE by an inverse of the Gram matrix."""
     has_item = (counts > 0).astype(float)
@@ -280,20 +305,19 @@ def dense_ease(counts: NDArray[np.float64], l2: float) -> NDArray[np.float64]:
     return weights
 
 
-@pytest.mark.parametrize("l2", [0.5, 500.0])
-def test_ease_equals_a_dense_reference(l2: float) -> None:
+@pytest.mark.parametrize(("l2", "decay"), [(0.5, 1.0), (500.0, 1.0), (2.0, 0.7)])
+def test_ease_equals_a_dense_reference(l2: float, decay: float) -> None:
     behaviours = draw_behaviours()
     weights = dense_ease(count_matrix(behaviours), l2)
 
-    items, scores = fit_model(behaviours, name="ease", l2=l2).recommend(
-        to_requests(HISTORIES), ITEMS
-    )
+    model = fit_model(behaviours, name="ease", l2=l2, history_decay=decay)
+    items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
     for row, history in enumerate(HISTORIES):
-        in_history = np.isin(np.arange(ITEMS), history)
+        values = decayed_history(history, decay)
         # the last item has no behaviour, so all its weights are 0
-        if in_history[:-1].any():
-            expected = in_history @ weights
+        if values[:-1].any():
+            expected = values @ weights
             np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-6)
             np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-6)
 
@@ -324,10 +348,11 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     """Requests without history are counted, too."""
     uri = f"{small[0]}/sequences"
     catalogue = Catalogue.load(Inputs(small[0]))
-    model = build_resolved({"name": name}, catalogue)
+    model = build_resolved({"name": name, **ONE_CHOICE.get(name, {})}, catalogue)
     train = load_split(RetrievalDataset, uri, "train", unit=model.example_unit)
 
-    model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0))
+    val = [[]] if model.stops_early else []
+    model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0), *val)
 
     expected = np.bincount(train.targets, minlength=catalogue.num_items)
     assert model.counts.tolist() == expected.tolist()
