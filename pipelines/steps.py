@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
 from core.files import join, storage_errors, write_file
-from core.options import STRICT, Folder, as_base, changed, to_words
+from core.options import STRICT, Folder, as_base, changed, check_known, to_words
 from core.schemas import ItemsInfo, RunRef, SidsInfo, TrieInfo
 from core.tables import Table, open_table
 from models import registry
@@ -78,6 +78,7 @@ def simulate_log(options: SimulateOptions) -> None:
     from pipelines.prepare.kinds.registry import KINDS
     from pipelines.prepare.kinds.simulation import Settings, write_log
 
+    check_known([options.kind], KINDS, "kind")
     settings, draw_log = as_base(options, Settings), KINDS[options.kind].draw_log
     is_new = write_log(options.output, options.kind, settings, draw_log)
     print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
@@ -71,7 +71,7 @@ class SimulateOptions(Settings):
     output: Folder
     """Folder for the log: new, empty, or with an earlier simulated log, which is
     replaced."""
-    kind: Literal["retrieval", "search", "actions"] = "retrieval"
+    kind: str = "retrieval"
     """`retrieval`: one item per event. `search`: searches with a query, ten results,
     clicks, purchases and dwell. `actions`: impressions of a feed with
     likes, comments, shares, follows, hides and dwell of dog and cat users."""
