@@ -149,11 +149,9 @@ def audit_tables(config: AuditConfig) -> None:
     from pipelines.prepare.audit.rules import audit, report
 
     start_s, tables = time.monotonic(), config.tables
-    rules = audit(
-        tables, lambda step: print(f"audit: {step}", file=sys.stderr, flush=True)
-    )
-    seconds = time.monotonic() - start_s
-    print(f"Audit of {tables}, {seconds:.1f} s\n{report(rules)}", flush=True)
+    rules = audit(tables, lambda step: print(f"audit: {step}", file=sys.stderr))
+    title = f"Audit of {tables}, {time.monotonic() - start_s:.1f} s"
+    print(f"{title}\n{report(rules)}", flush=True)
     broken = [rule.name for rule in rules if rule.violations]
     if broken:
         total = pluralize(sum(rule.violations for rule in rules), "violation")
