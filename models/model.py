@@ -68,7 +68,7 @@ class Model(nn.Module):
     called once."""
     stops_early: ClassVar[bool] = False
     """Whether `fit_in_one_pass(train, val)` takes validation batches, for early
-    stopping."""
+    stopping or to choose options."""
     can_teach: ClassVar[bool] = False
     """Whether students can be distilled from the model, because it has a backbone and a
     decoder."""
@@ -103,6 +103,8 @@ class Model(nn.Module):
     ranks_by: str = ""
     """Column, and direction if it was chosen in training, which name a baseline in
     comparisons."""
+    choice: str = ""
+    """Options that `fit_in_one_pass` chose on validation, as words."""
     correction: float = 0.0
     """Value added to logits to correct for the sampling of negatives."""
 

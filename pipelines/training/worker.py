@@ -154,6 +154,8 @@ def fit_in_one_pass(
     metrics, count = run.validate(run.model)
     if run.model.ranks_by:
         backend.say(f"ranks by {run.model.ranks_by}")
+    if run.model.choice:
+        backend.say(f"chosen on validation: {run.model.choice}")
     value = metrics.get(run.fit.metric)
     backend.say(
         f"counted in {seconds:.1f} s  val {run.fit.metric} {format_metric(value)}"
@@ -162,6 +164,8 @@ def fit_in_one_pass(
     if logger:
         if run.model.ranks_by:
             logger.tag(**{tracking.RANKS_BY_TAG: run.model.ranks_by})
+        if run.model.choice:
+            logger.tag(**{"model.choice": run.model.choice})
         logger.log({f"val/{name}": value for name, value in metrics.items()}, 1)
         logger.log({"val/examples": count, "train/seconds": seconds}, 1)
         unsent = logger.unsent

@@ -135,7 +135,7 @@ class EASE(RetrievalModel):
         choices = list_choices(self.config, ("l2", "history_decay"))
         choice = choose(self, choices, learn, val_batches)
         learn(choice)
-        self.ranks_by = describe(choice)
+        self.choice = describe(choice)
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:

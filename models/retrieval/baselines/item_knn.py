@@ -111,7 +111,7 @@ class ItemKNN(NeighbourModel):
         choices = list_choices(self.config, names)
         choice = choose(self, choices, learn, val_batches)
         learn(choice)
-        self.ranks_by = describe(choice)
+        self.choice = describe(choice)
 
     def history_factors(self, items: Tensor) -> Tensor:
         """Count each distinct item once: history_decay^steps, or 0."""

@@ -107,7 +107,7 @@ class SequentialRules(NeighbourModel):
 
         choice = choose(self, list_choices(self.config, OPTIONS), learn, val_batches)
         self._learn(history, target, **choice)
-        self.ranks_by = describe(choice)
+        self.choice = describe(choice)
 
     def _learn(
         self,

@@ -284,7 +284,7 @@ def test_sequential_rules_choose_the_options_with_the_best_validation_ndcg() -> 
 
     chosen = max(ndcg, key=lambda values: ndcg[values])
     assert float(model.decay) == pytest.approx(chosen[0])
-    assert f"both_directions {chosen[1]}" in model.ranks_by
+    assert f"both_directions {chosen[1]}" in model.choice
     assert len(set(ndcg.values())) > 1
 
 

@@ -350,9 +350,7 @@ def test_recommendations_can_be_restricted_to_allowed_items(
 
     run(Config(**options))
 
-    assert (
-        "the allowed set or the beam" in capsys.readouterr().out
-    )
+    assert "the allowed set or the beam" in capsys.readouterr().out
     model, _ = evaluation.load("tiger")
     examples = evaluation.load_examples("next", max_history=1000)
     batch = examples.collate(np.arange(60))
