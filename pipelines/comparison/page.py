@@ -156,7 +156,8 @@ def draw(
         **options,
     )
     figure.update_xaxes(matches=None, showticklabels=True)
-    figure.update_yaxes(matches=None, showticklabels=True)
+    if points[options["y"]].dtype.is_numeric():  # names are the same in all panels
+        figure.update_yaxes(matches=None, showticklabels=True)
     figure.for_each_annotation(lambda note: note.update(text=note.text.split("=")[-1]))
     html = figure.to_html(full_html=False, include_plotlyjs=False)
     return (
