@@ -327,11 +327,12 @@ def test_the_page_of_impressions_and_clicks_in_separate_events(
 ) -> None:
     title = "Impressions and clicks in separate events"
     write_ubi_log(checkout / "ubi")
-    blocks = dict(read_blocks(read_page("own_log.md", title)))
+    page = "../jobs/configs/sources/README.md"
+    blocks = dict(read_blocks(read_page(page, title)))
     exec(blocks["python"], {})
     (checkout / "ubi.yaml").write_text(blocks["yaml"])
 
-    run_commands(read_prompts("own_log.md", title), monkeypatch)
+    run_commands(read_prompts(page, title), monkeypatch)
 
     users = read_table("runs/ubi/tables/sequences").to_pylist()
     searches = [(user, request) for user in users for request in user["requests"]]
