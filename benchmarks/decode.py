@@ -151,7 +151,7 @@ def make_steps(
     @torch.no_grad()
     def search(batch: HistoryBatch) -> Any:
         history = model.encode(batch)
-        return Student.search(model, history, TOP_K, beam, None, None, None)
+        return Student.search(model, history, TOP_K, beam=beam)
 
     return model.encode, search
 

@@ -237,7 +237,7 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
     names = path_fields(type(model), "checkpoint", "folder")
     paths = {key: absolute(path) for key in names if (path := getattr(model, key))}
     is_end_to_end = getattr(model, "end_to_end", False)
-    if "teacher_cache" in names and model.has_fixed_outputs and not is_end_to_end:
+    if "teacher_cache" in names and not is_end_to_end:
         paths.setdefault("teacher_cache", join(config.storage, "teacher_cache"))
     return replace(training, model=replace(model, **paths))
 

@@ -69,13 +69,13 @@ class History:
     """Keys and values of the prompt of a causal language model; None for other
     backbones."""
 
-    def rows(self, begin: int, end: int) -> History:
-        """Return the histories of the requests `begin` to `end - 1`."""
-        query = None if self.query is None else self.query[begin:end]
+    def rows(self, index: slice | Tensor) -> History:
+        """Return the histories of some requests."""
+        query = None if self.query is None else self.query[index]
         memory = None
         if self.memory is not None:
-            memory = [(k[begin:end], v[begin:end]) for k, v in self.memory]
-        return History(self.states[begin:end], self.lengths[begin:end], query, memory)
+            memory = [(k[index], v[index]) for k, v in self.memory]
+        return History(self.states[index], self.lengths[index], query, memory)
 
     @property
     def padding(self) -> Tensor | None:
@@ -188,6 +188,8 @@ class Decoder(nn.Module):
     """Width N of `hidden`."""
     beam_bytes = 0
     """Bytes of a beam's state in search; 0 if too small to split batches for it."""
+    input_layer: int | None = None
+    """Layer of a language model whose states `input_states` returns, if it matters."""
 
     def span(self, level: int) -> tuple[int, int]:
         """Return the first token and the number O_l of tokens of a level's logits.
@@ -207,6 +209,10 @@ class Decoder(nn.Module):
             first_token, _ = self.span(level)
             indices.append(codes[:, level] + (self.tokens.first[level] - first_token))
         return indices
+
+    def input_states(self, history: History) -> Tensor:
+        """Return the states (B, S, D) that the decoder reads and the cache stores."""
+        return history.states
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """Return the states (B, L - first_level, N) that predict each code.

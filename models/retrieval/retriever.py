@@ -14,10 +14,14 @@ from torch.nn import functional
 
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.model import RetrievalModel
-from models.retrieval.options import BeamOptions
+from models.retrieval.options import BeamOptions, Scores
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
-from models.retrieval.search.beam import beam_search, unconstrained_beam_search
+from models.retrieval.search.beam import (
+    Scorer,
+    beam_search,
+    unconstrained_beam_search,
+)
 from models.retrieval.search.trie import Trie
 from models.training.distributed import global_mean
 
@@ -86,11 +90,7 @@ class Retriever(RetrievalModel):
 
     @recommender
     def recommend(
-        self,
-        batch: HistoryBatch,
-        k: int,
-        beam: int | None = None,
-        constrained: bool | None = None,
+        self, batch: HistoryBatch, k: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Rank items by the log-probability of their codes.
 
@@ -99,29 +99,30 @@ class Retriever(RetrievalModel):
         Args:
             batch: Histories of B requests.
             k: Number of items to return.
-            beam: Number of beams; None for the config's.
-            constrained: Whether beams stay within the trie; None for the config's.
+            options: Options of `search`.
 
         Returns:
             Items and scores, (B, k) both, best first. If fewer than k items are found,
             the tail is item -1 with score -inf.
         """
-        return self.decode_items(
-            self.backbone.infer(batch),
-            k,
-            beam,
-            constrained,
-            allowed=batch.allowed,
-        )
+        return self.search(self.infer(batch), k, batch.allowed, **options)
 
-    def decode_items(
+    def infer(self, batch: HistoryBatch) -> History:
+        """Return the states of `encode`, up to rounding, as fast as possible."""
+        return self.backbone.infer(batch)
+
+    def scorer(self, history: History) -> Scorer:
+        """Return the scorer of a beam search."""
+        return self.decoder.scorer(history)
+
+    def search(
         self,
         history: History,
         k: int,
-        beam: int | None,
-        constrained: bool | None,
-        children: bool = False,
         allowed: Tensor | None = None,
+        beam: int | None = None,
+        constrained: bool | None = None,
+        scores: Scores | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Decode items by beam search.
 
@@ -130,31 +131,37 @@ class Retriever(RetrievalModel):
         Args:
             history: States of B requests.
             k: Number of items.
+            allowed: Mask (E,) of the trie's edges that lead to allowed items.
             beam: Number of beams; None for the config's.
             constrained: Whether beams stay within the trie; otherwise code tuples
                 without an item are dropped at the end. None for the config's.
-            children: Whether scores are normalised over the valid children of a prefix.
-            allowed: Mask (E,) of the trie's edges that lead to allowed items.
+            scores: Codes that log-probabilities are normalised over within the trie;
+                None for the config's.
 
         Returns:
             Items and scores, (B, k) both, best first.
         """
-        beam = self.config.beam if beam is None else beam
+        beam = beam or self.config.beam
         constrained = self.config.constrained if constrained is None else constrained
-        bytes_per_request = max(1, beam) * self.decoder.beam_bytes
-        requests_per_piece = max(1, MAX_BEAM_BYTES // max(1, bytes_per_request))
-        num_requests = len(history.lengths)
-        if requests_per_piece < num_requests:
-            all_items, all_scores = [], []
-            for first in range(0, num_requests, requests_per_piece):
-                piece = history.rows(first, first + requests_per_piece)
-                items, scores = self.decode_items(
-                    piece, k, beam, constrained, children, allowed
-                )
-                all_items.append(items)
-                all_scores.append(scores)
-            return torch.cat(all_items), torch.cat(all_scores)
-        scorer = self.decoder.scorer(history)
-        if constrained:
-            return beam_search(scorer, self.trie, k, beam, children, allowed)
-        return unconstrained_beam_search(scorer, self.trie, k, beam, allowed)
+        bytes_per_request = max(1, beam * self.decoder.beam_bytes)
+        requests_per_piece = max(1, MAX_BEAM_BYTES // bytes_per_request)
+        pieces = []
+        for first in range(0, len(history.lengths), requests_per_piece):
+            piece = history.rows(slice(first, first + requests_per_piece))
+            scorer = self.scorer(piece)
+            if constrained:
+                children = self.normalizes_children(scores)
+                found = beam_search(scorer, self.trie, k, beam, children, allowed)
+            else:
+                found = unconstrained_beam_search(scorer, self.trie, k, beam, allowed)
+            pieces.append(found)
+        items, item_scores = zip(*pieces, strict=True)
+        return torch.cat(items), torch.cat(item_scores)
+
+    def normalizes_children(self, scores: Scores | None) -> bool:
+        """Return whether scores are normalised over the valid children of a prefix.
+
+        `scores` None is the value in the config.
+        """
+        scores = scores or getattr(self.config, "scores", "codebook")
+        return scores == "children"

@@ -23,7 +23,7 @@ Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
@@ -171,8 +171,7 @@ class T5Target:
                 [parents[part] for parents in tree.parents],
                 [codes[part] for codes in tree.codes],
             )
-            users = rows[part]
-            history = History(self.history.states[users], self.history.lengths[users])
+            history = self.history.rows(rows[part])
             parts.append(self._log_probs(history, part_tree, first))
         return [torch.cat(level_parts) for level_parts in zip(*parts, strict=True)]
 
@@ -225,13 +224,14 @@ class AtSpeed(Student):
     """A student that drafts, and the teacher's frozen decoder, which verifies."""
 
     can_teach = False
+    verifies = True
     options_class = AtSpeedOptions
     shown_metrics = (*metrics.SHOWN, "acceptance")
     config: AtSpeedConfig
     decoder: T5Decoder
     """Decoder of the draft."""
-    target: T5Decoder
-    """The teacher's decoder, saved with the student."""
+    reused: T5Decoder
+    """The teacher's decoder, which is the target."""
 
     @staticmethod
     def build_decoder(config: AtSpeedConfig, teacher: Retriever) -> T5Decoder:
@@ -251,21 +251,6 @@ class AtSpeed(Student):
             codebook_logits=True,
             codebook_scores=True,
         )
-
-    def adopt_parts(self, teacher: Retriever) -> None:
-        """Add the teacher's decoder as the target."""
-        self.target = cast(T5Decoder, teacher.decoder.requires_grad_(False).eval())
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode; the target stays in evaluation mode."""
-        super().train(mode)
-        self.target.eval()
-        return self
-
-    def set_teacher(self, teacher: Retriever) -> None:
-        """Copy the teacher's backbone and decoder, and store the teacher."""
-        super().set_teacher(teacher)
-        self.target.load_state_dict(teacher.decoder.state_dict())
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return (1 - alpha) CE + alpha times the alignment loss, summed over levels.
@@ -328,13 +313,10 @@ class AtSpeed(Student):
             keys = request_keys(batch, config.seed if seed is None else seed)
         elif seed is not None:
             raise ValueError(f"seed {seed} has no effect, as AtSpeed-S does not sample")
-        history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
-
+        history = self.infer(batch)
         result = speculative_search(
-            T5Target(self.target, history),
-            lambda rows: self.decoder.scorer(
-                History(history.states[rows], history.lengths[rows])
-            ),
+            T5Target(self.reused, history),
+            lambda rows: self.decoder.scorer(history.rows(rows)),
             self.trie,
             len(history.lengths),
             k,

@@ -17,13 +17,14 @@ from core.files import absolute
 from core.options import STRICT, NamedConfig
 from models import registry
 from models.build import build_model
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.teacher_cache import (
     CachedStates,
     TeacherOutput,
-    cache_teacher_outputs,
+    open_teacher_cache,
 )
 from models.retrieval.model import RetrievalModel
+from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.training import checkpoint
 
@@ -34,9 +35,6 @@ class TeacherConfig(NamedConfig):
 
     default_teacher: ClassVar[str] = "tiger"
     """Model of the teacher if `teacher_model` is empty."""
-    has_fixed_outputs: ClassVar[bool] = True
-    """Whether the teacher's outputs stay the same during training, so that they can be
-    cached."""
     teacher: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of a trained model with a backbone and a decoder, such as TIGER, or
     folder of its finished run; used in training only."""
@@ -45,10 +43,6 @@ class TeacherConfig(NamedConfig):
     defaults of the teacher's model."""
     teacher_hash: str = ""
     """SHA-256 of the teacher's weights file, filled in from its checkpoint."""
-    teacher_cache: str = field(default="", metadata={"names": "folder"})
-    """Folder to cache the teacher's outputs in, in half precision. Runs share it: the
-    first run computes the outputs, and later epochs and runs skip the teacher's forward
-    pass."""
 
     @property
     def max_history(self) -> int:
@@ -57,6 +51,16 @@ class TeacherConfig(NamedConfig):
         while "teacher_model" in teacher:  # the teacher is a student itself
             teacher = teacher["teacher_model"]
         return int(teacher.get("max_history", 20))
+
+
+@dataclass(config=STRICT)
+class CachedTeacherConfig(TeacherConfig):
+    """The teacher of a model that does not change the teacher's outputs in training."""
+
+    teacher_cache: str = field(default="", metadata={"names": "folder"})
+    """Folder to cache the teacher's outputs in, in half precision. Runs share it: the
+    first run computes the outputs, and later epochs and runs skip the teacher's forward
+    pass."""
 
 
 C = TypeVar("C", bound=TeacherConfig)
@@ -69,6 +73,10 @@ class TaughtModel(RetrievalModel):
     config: TeacherConfig
     example_unit = "request"
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
+    _teacher: tuple[Retriever, ...] = ()
+    """The teacher in a tuple, so that it is no submodule and is not saved."""
+    cached: Mapping[str, CachedStates] = {}
+    """Tables of the teacher cache by name, set for training."""
 
     @classmethod
     def resolve_config(cls, config: Any, catalogue: Catalogue) -> Any:
@@ -80,49 +88,108 @@ class TaughtModel(RetrievalModel):
     ) -> list[str]:
         """Load the teacher, and open or compute the teacher cache."""
         self.load_teacher(catalogue)
-        return cache_teacher_outputs(self, self.config, catalogue, datasets)
+        folder = getattr(self.config, "teacher_cache", "")
+        if not folder:
+            return []
+        self.eval()  # without dropout
+        device = next(self.parameters()).device
+        self.cached, messages = open_teacher_cache(
+            folder, self.outputs_to_cache(), catalogue.hashes, datasets, device
+        )
+        return messages
 
     def load_teacher(self, catalogue: Catalogue) -> None:
         """Load the teacher of the config and copy the weights that it shares."""
         self.set_teacher(load_teacher(self.config, catalogue))
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Copy the weights that the model shares with its teacher."""
-        raise NotImplementedError
+        """Store the teacher; a subclass copies the weights that it shares, too."""
+        device = next(self.parameters()).device
+        self._teacher = (teacher.requires_grad_(False).eval().to(device),)
+
+    @property
+    def teacher(self) -> Retriever:
+        """The teacher that the model learns from."""
+        if not self._teacher:
+            raise UserError("the student has no teacher to learn from")
+        return self._teacher[0]
 
     def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Describe the outputs that the teacher cache stores, by default none."""
-        return []
-
-    def set_teacher_outputs(self, tables: dict[str, CachedStates]) -> None:
-        """Set the cached tables of `outputs_to_cache`, by name."""
+        """Describe the outputs that the teacher cache stores."""
         raise NotImplementedError
+
+    def read_cache(self, name: str, batch: HistoryBatch) -> History | None:
+        """Return cached vectors, or None if there are none or a request is missing.
+
+        Args:
+            name: Table of the teacher cache: `encoder` or `decoder`.
+            batch: Requests. The cache holds the requests of training and of its
+                validation.
+        """
+        table = self.cached.get(name)
+        return table.pad_states(batch) if table else None
+
+
+def read_checkpoint(
+    config: TeacherConfig, part: str, catalogue: Catalogue, model: str | None = None
+) -> tuple[str, checkpoint.Checkpoint, str]:
+    """Find and check a checkpoint that a config names.
+
+    Args:
+        config: Config of the student.
+        part: Option that names the checkpoint: `teacher` or `encoder`.
+        catalogue: Catalogue of the student.
+        model: Model of the checkpoint, if it has to be a certain one.
+
+    Returns:
+        Absolute URI, content and weights hash of the checkpoint.
+    """
+    if not getattr(config, part):
+        raise UserError(f"model.{part} is not set", part)
+    uri = checkpoint.locate(getattr(config, part), part)
+    content = checkpoint.read(uri)
+    checkpoint.check(content, uri, catalogue.versions, model)
+    weights = checkpoint.weights_hash(uri)
+    first_weights = getattr(config, f"{part}_hash")
+    if first_weights not in ("", weights):
+        raise UserError(
+            f"the {part} {uri} is not the one that this run started with: "
+            f"model.{part}_hash is {first_weights[:12]}, not {weights[:12]}",
+            "name",
+        )
+    return uri, content, weights
 
 
 def resolve_teacher(config: C, catalogue: Catalogue) -> C:
     """Return the config with the teacher's config, weights hash and absolute paths."""
-    if not config.teacher:
-        raise UserError("model.teacher is not set", "teacher")
-    uri = checkpoint.locate(config.teacher, "teacher")
-    teacher = checkpoint.read(uri)
+    uri, teacher, weights = read_checkpoint(config, "teacher", catalogue)
     if not registry.find(teacher.name).can_teach:
         raise UserError(
             f"the teacher {uri} is of the model '{teacher.name}', which has no decoder",
             "teacher",
         )
-    checkpoint.check(teacher, uri, catalogue.versions)
-    resolved: dict[str, Any] = {
-        "teacher_model": dict(teacher.model),
-        "teacher_hash": checkpoint.weights_hash(uri),
+    if isinstance(config, CachedTeacherConfig) and config.teacher_cache:
+        config = replace(config, teacher_cache=absolute(config.teacher_cache))
+    return replace(
+        config,
+        teacher=uri,
+        teacher_model=dict(teacher.model),
+        teacher_hash=weights,
+    )
+
+
+def teacher_settings(config: TeacherConfig, layer: int | None = None) -> dict[str, Any]:
+    """Return what cached outputs of a teacher depend on.
+
+    Args:
+        config: Resolved config of the student.
+        layer: Layer of the teacher whose states are cached, if not the last one.
+    """
+    return {
+        "teacher_model": config.teacher_model,
+        "weights": config.teacher_hash,
+        "layer": layer,
     }
-    for name, value in resolved.items():
-        config_value = getattr(config, name)
-        if config_value and config_value != value:
-            raise UserError(
-                f"model.{name} is {config_value}, the teacher {uri} has {value}"
-            )
-    cache = absolute(config.teacher_cache) if config.teacher_cache else ""
-    return replace(config, teacher=uri, teacher_cache=cache, **resolved)
 
 
 def build_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
@@ -144,13 +211,6 @@ def require(part: Any, expected: type[P]) -> P:
 
 def load_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
     """Load the teacher of a resolved config, frozen and in evaluation mode."""
-    uri = checkpoint.locate(config.teacher, "teacher")
-    weights = checkpoint.weights_hash(uri)
-    if config.teacher_hash not in ("", weights):
-        raise UserError(
-            f"the teacher {uri} has the weights {weights[:12]}, the student was "
-            f"trained with {config.teacher_hash[:12]}"
-        )
     teacher = build_teacher(config, catalogue)
-    checkpoint.load_weights(teacher, uri)
+    checkpoint.load_weights(teacher, config.teacher)
     return teacher.requires_grad_(False).eval()

@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -51,12 +51,7 @@ from core.tables import (
 )
 from models.dataset.columns import Columns, open_columns
 from models.dataset.encoding import PAD
-from models.retrieval.data import (
-    Catalogue,
-    HistoryBatch,
-    RequestBatch,
-    RetrievalDataset,
-)
+from models.retrieval.data import HistoryBatch, RequestBatch, RetrievalDataset
 from models.retrieval.parts import History, real_positions
 
 SCHEMA = pa.schema(
@@ -86,7 +81,8 @@ PART_BYTES = 64 * 2**20
 class StatesInfo(TableInfo):
     """Info of a table of the cache."""
 
-    version = 1
+    width: int
+    """Width D of the vectors."""
 
 
 ComputeStates = Callable[[RequestBatch], tuple[Tensor, Tensor]]
@@ -94,17 +90,13 @@ ComputeStates = Callable[[RequestBatch], tuple[Tensor, Tensor]]
 (B,)."""
 
 
-@dataclass(frozen=True)
-class TeacherOutput:
+class TeacherOutput(NamedTuple):
     """An output of a teacher that is cached as one table."""
 
     name: str
     """Name of the table: `encoder` or `decoder`."""
-    weights: str
-    """SHA-256 of the weights file of the model that computes the output."""
-    config: dict[str, Any]
-    """Inputs of the output other than weights and tables: `width` D, and the config of
-    the model."""
+    settings: dict[str, Any]
+    """Config and weights hash of the model that computes the output."""
     compute: ComputeStates
     """Computes the output of a batch."""
     splits: Sequence[str]
@@ -156,84 +148,76 @@ class CachedStates:
 
 
 @torch.no_grad()
-def cache_teacher_outputs(
-    model: Any,
-    config: Any,
-    catalogue: Catalogue,
+def open_teacher_cache(
+    folder: str,
+    outputs: Sequence[TeacherOutput],
+    hashes: dict[str, str],
     datasets: Mapping[str, RetrievalDataset],
-) -> list[str]:
-    """Set a student's cached teacher outputs, and compute tables that are missing.
+    device: torch.device,
+) -> tuple[dict[str, CachedStates], list[str]]:
+    """Open the tables of a teacher's outputs, and compute tables that are missing.
 
     Rank 0 computes them while the other ranks and concurrent runs with the same cache
     wait.
 
     Args:
-        model: The student, with its teacher loaded.
-        config: The student's config.
-        catalogue: Catalogue of the tables.
+        folder: Folder of the cache.
+        outputs: The outputs, one per table.
+        hashes: Hashes of the catalogue's tables.
         datasets: This rank's datasets by split, with `train`.
+        device: Device that computes the outputs.
 
     Returns:
-        A message per table; none if the config has no `teacher_cache`.
+        The tables by name, and a message per table.
     """
-    if not config.teacher_cache:
-        return []
-    model.eval()  # without dropout
-    device = next(model.parameters()).device
     train = datasets["train"]
     tables, messages = {}, []
-    for output in model.outputs_to_cache():
+    for name, settings, compute, splits in outputs:
         settings = {
-            **output.config,
+            **settings,
             "max_history": train.max_history,
-            "splits": list(output.splits),
+            "splits": list(splits),
         }
-        inputs = {**catalogue.hashes, "weights": output.weights}
-        key = fingerprint(settings, inputs)[:16]
-        uri = join(config.teacher_cache, f"{output.name}-{key}")
+        uri = join(folder, f"{name}-{fingerprint(settings, hashes)[:16]}")
         status = "reused"
         if train.rank == 0 and not has_manifest(uri):
             busy = f"{uri} is being computed by another process"
             with hold_lock(join(uri, LOCK), busy, math.inf):
                 if not has_manifest(uri):
                     began = time.monotonic()
-                    requests = [datasets[split] for split in output.splits]
-                    parts = _write_parts(uri, output.compute, requests, device)
+                    requests = [datasets[split] for split in splits]
+                    parts, width = _write_parts(uri, compute, requests, device)
                     commit(
                         uri,
-                        output.name,
+                        name,
                         SCHEMA,
                         parts,
                         config=settings,
-                        inputs=inputs,
-                        info=StatesInfo(),
+                        inputs=hashes,
+                        info=StatesInfo(width),
                     )
                     status = f"computed in {time.monotonic() - began:.0f} s"
         if train.world > 1:
             dist.barrier()
         table = open_table(uri, StatesInfo)
-        width = int(output.config["width"])
+        width = table.info.width
 
         def decode(part: pa.Table, width: int = width) -> Columns:
             lists = part["states"].combine_chunks()
             return {
-                "request": part["request"].to_numpy(),
-                "length": pc.list_value_length(lists).to_numpy() // width,
-                "states": lists.flatten().to_numpy().reshape(-1, width),
+                "requests": part["request"].to_numpy(),
+                "lengths": pc.list_value_length(lists).to_numpy() // width,
+                "values": lists.flatten().to_numpy().reshape(-1, width),
             }
 
         columns = open_columns(table, "teacher_states", None, decode, width)
-        tables[output.name] = CachedStates(
-            columns["request"], columns["length"], columns["states"]
-        )
+        tables[name] = CachedStates(**columns)
         size = sum(part.bytes for part in table.files) / 2**20
         messages.append(
-            f"teacher cache: {output.name} states of "
-            f"{pluralize(table.rows, 'request')}, {size:,.1f} MiB in half "
-            f"precision, {status}: {uri}"
+            f"teacher cache: {name} states of {pluralize(table.rows, 'request')}, "
+            f"{size:,.1f} MiB in half precision, {status}: {uri}"
         )
-    model.set_teacher_outputs(tables)
-    return messages
+    return tables, messages
 
 
 def _write_parts(
@@ -241,36 +225,37 @@ def _write_parts(
     compute: ComputeStates,
     datasets: Sequence[RetrievalDataset],
     device: torch.device,
-) -> list[Part]:
-    """Compute and write the rows of all requests, in batches of similar lengths."""
+) -> tuple[list[Part], int]:
+    """Compute and write the rows of all requests, and return the width of the vectors.
+
+    Batches have requests of similar lengths.
+    """
     parts: list[Part] = []
     tables: list[pa.Table] = []
+    width = 1
     for dataset in datasets:
         rows = dataset.sort_for_evaluation(dataset.rows())
         for batch_rows in dataset.cut_batches(rows, BATCH_REQUESTS):
             batch = dataset.collate(batch_rows)
             states, lengths = compute(batch.to(device))
-            tables.append(_encode_states(batch.request, states, lengths))
+            width = states.shape[2]
+            is_real = real_positions(lengths, states.shape[1])
+            values = states[is_real].half().cpu()  # (sum of lengths, D)
+            if not bool(values.isfinite().all()):
+                largest = float(states.abs().max())
+                raise UserError(
+                    f"the teacher's states reach {largest:.3g}, more than half "
+                    "precision holds (65504)"
+                )
+            offsets = lengths_to_offsets(lengths.cpu().numpy() * width)
+            lists = pa.ListArray.from_arrays(
+                offsets.astype(np.int32), pa.array(values.flatten().numpy())
+            )
+            columns = [pa.array(batch.request.numpy()), lists]
+            tables.append(pa.Table.from_arrays(columns, schema=SCHEMA))
             if sum(table.nbytes for table in tables) > PART_BYTES:
                 parts.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
                 tables = []
     if tables:
         parts.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
-    return parts
-
-
-def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table:
-    """Return rows of the cache."""
-    is_real = real_positions(lengths, states.shape[1])
-    values = states[is_real].half().cpu()  # (sum of lengths, D)
-    if not bool(values.isfinite().all()):
-        largest = float(states.abs().max())
-        raise UserError(
-            f"the teacher's states reach {largest:.3g}, more than half precision holds "
-            "(65504)"
-        )
-    offsets = lengths_to_offsets(lengths.cpu().numpy() * states.shape[2])
-    lists = pa.ListArray.from_arrays(
-        offsets.astype(np.int32), pa.array(values.flatten().numpy())
-    )
-    return pa.Table.from_arrays([pa.array(request.numpy()), lists], schema=SCHEMA)
+    return parts, width

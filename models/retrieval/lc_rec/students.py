@@ -36,7 +36,7 @@ from core.errors import UserError
 from core.options import STRICT, Dropout
 from models.cpu.derived import cache_until_changed
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.distillation.student import ReusesDecoder, Student, StudentConfig
+from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import build_teacher, require
 from models.retrieval.lc_rec.backbone import LmBackbone, Segment
 from models.retrieval.lc_rec.lc_rec import LcRec
@@ -162,7 +162,8 @@ class EarlyReadouts(nn.Module):
         """Return z (B, N)."""
         positions, is_code = self._backbone[0].locate_history(history)
         memory = self.keys_and_values(history)[:, positions]
-        keys, values = memory.split(self.width, -1)
+        # the teacher cache pads narrow keys and values to the width of the query
+        keys, values = memory[..., : 2 * self.width].chunk(2, -1)
         mask = torch.zeros(is_code.shape, dtype=keys.dtype, device=keys.device)
         mask = mask.masked_fill(~is_code, torch.finfo(keys.dtype).min)
         mask = mask[:, None, None]
@@ -175,9 +176,12 @@ class EarlyReadouts(nn.Module):
 class LcRecSidMlpDecoder(SidMlpDecoder):
     """SID-MLP's heads on the readouts of a language model."""
 
+    readout: EarlyReadouts
+
     def __init__(self, config: LcRecSidMlpConfig, backbone: LmBackbone) -> None:
         self._readout_arguments = (backbone, config)  # for `_make_readout`
         super().__init__(config.to_sid_mlp(), backbone, config.width)
+        self.input_layer = self.readout.layer
         self.project = nn.Linear(
             backbone.embedding.embedding_dim, config.width, bias=False
         )
@@ -185,6 +189,10 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
     def _make_readout(self, dim: int) -> EarlyReadouts:
         """Return the readouts of the language model."""
         return EarlyReadouts(*self._readout_arguments)
+
+    def input_states(self, history: History) -> Tensor:
+        """Return the keys and values (B, S, 2 E) that the readouts attend to."""
+        return self.readout.keys_and_values(history)
 
     def embedding(self) -> Tensor:
         """Return the projected embeddings (V, N) of the teacher's tokens."""
@@ -211,23 +219,6 @@ class LcRecSidMlp(Student):
     ) -> LcRecSidMlpDecoder:
         """Return the decoder on the language model of an LC-Rec."""
         return LcRecSidMlpDecoder(config, require(teacher, LcRec).backbone)
-
-    @property
-    def readouts(self) -> EarlyReadouts:
-        """Readouts of the student's own decoder."""
-        decoder: nn.Module = self.decoder
-        if isinstance(decoder, ReusesDecoder):
-            decoder = decoder.own
-        return cast(EarlyReadouts, decoder.readout)
-
-    @property
-    def input_width(self) -> int:
-        """Width 2 E of `decoder_input`."""
-        return 2 * self.readouts.width
-
-    def decoder_input(self, history: History) -> Tensor:
-        """Return the keys and values (B, S, 2 E) that the readouts attend to."""
-        return self.readouts.keys_and_values(history)
 
 
 @dataclass(config=STRICT)

@@ -41,52 +41,48 @@ class SidMlp(Student):
         """Return SID-MLP's decoder on the teacher's backbone."""
         return SidMlpDecoder(config, teacher.backbone)
 
-    def supports_fast_search(self) -> bool:
-        """Return whether fast search covers the model: the paper's main model."""
-        config = self.config
-        return (
+    def search(
+        self,
+        history: History,
+        k: int,
+        allowed: Tensor | None = None,
+        beam: int | None = None,
+        constrained: bool | None = None,
+        scores: Scores | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Search as `Retriever.search` does, on a CPU by one compiled call.
+
+        The call keeps a hidden layer in the core's cache, and does not run the head of
+        a prefix with a single child. Items and scores are equal up to rounding.
+        """
+        config, trie = self.config, self.trie
+        is_main_model = (
             config.m == 0
             and config.prefix == "concat"
             and config.readout == "attention"
             and config.logits == "codebook"
             and config.context_ffn
         )
-
-    def search(
-        self,
-        history: History,
-        k: int,
-        beam: int | None,
-        scores: Scores | None,
-        constrained: bool | None,
-        allowed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Search as `Student.search` does, on a CPU by one compiled call.
-
-        The call keeps a hidden layer in the core's cache, and does not run the head of
-        a prefix with a single child. Items and scores are equal up to rounding.
-        """
         if (
             constrained is False
-            or not self.supports_fast_search()
-            or list(self.trie.codebook_sizes) != self.tokens.sizes
+            or not is_main_model
+            or list(trie.codebook_sizes) != self.tokens.sizes
             or not kernels.ready(history.states)
         ):
-            return super().search(history, k, beam, scores, constrained, allowed)
+            return super().search(history, k, allowed, beam, constrained, scores)
         heads = cache_until_changed(
             self, "folded_heads", lambda: FoldedHeads(self.decoder)
         )
         z = cast(Tensor, self.decoder.context(history))
         hidden = functional.linear(z, heads.z_weight, heads.z_bias)  # (B, L * N)
         check_finite(hidden)  # the kernel's comparisons would ignore NaN
-        trie = self.trie
         node, score = kernels.beam_search(
             hidden,
             heads.levels,
             [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)],
             self.tokens.sizes,
             heads.epsilon,
-            self.config.beam if beam is None else beam,
+            beam or config.beam,
             k,
             self.normalizes_children(scores),
             () if allowed is None else allowed.split(trie.edges),

@@ -29,13 +29,15 @@ from core.options import STRICT
 from models.build import build_model
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
+    CachedTeacherConfig,
     TaughtModel,
-    TeacherConfig,
     build_teacher,
     load_teacher,
+    read_checkpoint,
     resolve_teacher,
+    teacher_settings,
 )
-from models.retrieval.distillation.teacher_cache import CachedStates, TeacherOutput
+from models.retrieval.distillation.teacher_cache import TeacherOutput
 from models.retrieval.parts import History, real_positions
 from models.retrieval.retriever import Retriever
 from models.retrieval.sid_mlp.decoder import SidMlpConfig
@@ -47,7 +49,7 @@ from models.training.distributed import global_mean
 
 
 @dataclass(config=STRICT)
-class SidMlpPpEncoderConfig(EncoderSizes, TeacherConfig):
+class SidMlpPpEncoderConfig(EncoderSizes, CachedTeacherConfig):
     """Options of stage 1 of SID-MLP++: representation matching."""
 
 
@@ -71,10 +73,6 @@ class SidMlpPpEncoder(TaughtModel):
             )
         self.backbone = MlpBackbone(teacher.backbone, config)
         self._catalogue = catalogue
-        # in a tuple, so that it is no submodule and is not saved
-        self._teacher: tuple[Retriever, ...] = ()
-        # table of `teacher_cache`, set for training
-        self._cached_states: CachedStates | None = None
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Copy the teacher's embeddings and last norm, and store the teacher.
@@ -82,43 +80,29 @@ class SidMlpPpEncoder(TaughtModel):
         The last norm of a trained TIGER has weights of about 0.2. From 1, AdamW would
         need a thousand steps of 0.001 to reach 0.2, more than a small log has.
         """
+        super().set_teacher(teacher)
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
         encoder = cast(T5Backbone, teacher.backbone).encoder
         self.backbone.norm.weight.data.copy_(encoder.final_layer_norm.weight)
-        device = self.backbone.tokens.items.device
-        self._teacher = (teacher.requires_grad_(False).eval().to(device),)
 
     @property
     def teacher(self) -> Retriever:
         """The teacher, loaded from the path in the config at first use."""
         if not self._teacher:
-            teacher = load_teacher(self.config, self._catalogue)
-            self._teacher = (teacher.to(self.backbone.tokens.items.device),)
-        return self._teacher[0]
+            config = resolve_teacher(self.config, self._catalogue)
+            TaughtModel.set_teacher(self, load_teacher(config, self._catalogue))
+        return super().teacher
 
     def outputs_to_cache(self) -> list[TeacherOutput]:
         """Describe the table to cache: the teacher's encoder states."""
-        return [
-            TeacherOutput(
-                name="encoder",
-                weights=self.config.teacher_hash,
-                config={
-                    "width": self.backbone.embedding.embedding_dim,
-                    "teacher_model": self.config.teacher_model,
-                },
-                compute=self._encode_by_teacher,
-                splits=("train", "val"),
-            )
-        ]
+        settings = teacher_settings(self.config)
+        splits = ("train", "val")
+        return [TeacherOutput("encoder", settings, self._encode_by_teacher, splits)]
 
     def _encode_by_teacher(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
         """Return the teacher's states (B, S, D) and their lengths (B,)."""
         history = self.teacher.encode(batch)
         return history.states, history.lengths
-
-    def set_teacher_outputs(self, tables: dict[str, CachedStates]) -> None:
-        """Read the teacher's states from its cache instead of computing them."""
-        self._cached_states = tables["encoder"]
 
     def match_states(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Compare the encoder's states with the teacher's.
@@ -128,8 +112,8 @@ class SidMlpPpEncoder(TaughtModel):
             a mask (B, S, 1) of real positions.
         """
         history = self.backbone.encode(batch)
-        cached = self._cached_states.pad_states(batch) if self._cached_states else None
         with torch.no_grad():
+            cached = self.read_cache("encoder", batch)
             target = (cached or self.teacher.encode(batch)).states
         states = history.states
         is_real = real_positions(history.lengths, states.shape[1]).unsqueeze(-1)
@@ -253,29 +237,27 @@ class SidMlpPp(SidMlp):
 
     def encode(self, batch: HistoryBatch) -> History:
         """Return the states of the student's encoder, cached or computed."""
-        cached = self.teacher_outputs("encoder", batch)
-        if cached:
-            return cached
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.end_to_end):
-            return self.backbone.encode(batch)
+        if not self.config.end_to_end:
+            return super().encode(batch)
+        return self.backbone.encode(batch)
 
-    def teacher_history(self, batch: HistoryBatch, history: History) -> History:
-        """Return the states of the teacher's encoder."""
-        return self.teacher.encode(batch)
+    def teacher_hidden(self, batch: RequestBatch, history: History) -> Tensor:
+        """Return the teacher's states after the teacher's own encoder."""
+        return super().teacher_hidden(batch, self.teacher.encode(batch))
+
+    def encoder_settings(self) -> dict[str, Any]:
+        """Return what the states of the student's encoder depend on."""
+        config = self.config
+        settings = super().encoder_settings() | {"weights": config.encoder_hash}
+        return settings | encoder_sizes(asdict(config))
 
     def outputs_to_cache(self) -> list[TeacherOutput]:
         """Return the outputs of `SidMlp`, with the states of the student's encoder.
 
         With `end_to_end` the states change in training and are not cached.
         """
-        encoder_output, *other_outputs = super().outputs_to_cache()
-        if self.config.end_to_end:
-            return other_outputs
-        config = encoder_output.config | encoder_sizes(asdict(self.config))
-        encoder_output = replace(
-            encoder_output, weights=self.config.encoder_hash, config=config
-        )
-        return [encoder_output, *other_outputs]
+        outputs = super().outputs_to_cache()
+        return outputs[1:] if self.config.end_to_end else outputs
 
 
 def encoder_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,11 +267,9 @@ def encoder_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpConfig:
     """Return the config with stage 1 and its teacher filled in."""
-    if not config.encoder:
-        raise UserError("model.encoder is not set")
-    uri = checkpoint.locate(config.encoder, "encoder")
-    stage_1 = checkpoint.read(uri)
-    checkpoint.check(stage_1, uri, catalogue.versions, SidMlpPpEncoder.name)
+    uri, stage_1, weights = read_checkpoint(
+        config, "encoder", catalogue, SidMlpPpEncoder.name
+    )
     teacher = config.teacher or stage_1.model["teacher"]
     config = resolve_teacher(replace(config, teacher=teacher), catalogue)
     stage_1_teacher_hash = stage_1.model["teacher_hash"]
@@ -297,13 +277,6 @@ def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpCon
         raise UserError(
             f"the encoder {uri} matches another teacher ({stage_1_teacher_hash[:12]}) "
             f"than {config.teacher} ({config.teacher_hash[:12]})"
-        )
-    weights = checkpoint.weights_hash(uri)
-    if config.encoder_hash not in ("", weights):
-        raise UserError(
-            f"the encoder {uri} is not the one that this run started with (its weights "
-            f"are {weights[:12]}, not {config.encoder_hash[:12]})",
-            "name",
         )
     sizes = encoder_sizes(stage_1.model)
     return replace(config, encoder=uri, encoder_hash=weights, **sizes)

@@ -6,7 +6,7 @@ so there are no teacher outputs to cache.
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import cast
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -23,19 +23,11 @@ from models.retrieval.tiger.tiger import Tiger
 class JointConfig(TeacherConfig):
     """Options of EARN and NEZHA."""
 
-    has_fixed_outputs: ClassVar[bool] = False
     beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     constrained: bool = True
     """Whether decoding stays within the trie; otherwise code tuples without an item are
     dropped at the end."""
-
-    def __post_init__(self) -> None:
-        if self.teacher_cache:
-            raise ValueError(
-                f"teacher_cache {self.teacher_cache} cannot be used, as the states "
-                "change in every training step"
-            )
 
 
 class Joint(TaughtModel, Retriever):

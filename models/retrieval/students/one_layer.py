@@ -53,4 +53,5 @@ class OneLayer(Student):
             cross_attention=config.cross_attention,
             codebook_logits=config.logits == "codebook",
             codebook_scores=True,
+            first_level=config.m,
         )

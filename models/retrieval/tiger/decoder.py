@@ -39,6 +39,7 @@ class T5Decoder(Decoder):
         cross_attention: bool = True,
         codebook_logits: bool = False,
         codebook_scores: bool = False,
+        first_level: int = 0,
     ) -> None:
         """Build the decoder.
 
@@ -53,9 +54,10 @@ class T5Decoder(Decoder):
             codebook_scores: Whether log-probabilities in search are normalised over the
                 level's codes; otherwise over the whole vocabulary, as `transformers`
                 does.
+            first_level: First level that the decoder predicts.
         """
         super().__init__()
-        self.tokens = tokens
+        self.tokens, self.first_level = tokens, first_level
         self.stack = Stack(sizes, decoder=True)
         for block in self.stack.blocks:
             block.drop(not self_attention, not cross_attention)
@@ -78,8 +80,9 @@ class T5Decoder(Decoder):
         return 0, self.tokens.vocabulary
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Return the states (B, L, D) before each code, in one pass."""
-        return self.states(history, self.tokens.shift_right(codes))
+        """Return the states (B, L - first_level, D) before each code, in one pass."""
+        states = self.states(history, self.tokens.shift_right(codes))
+        return states[:, self.first_level :]
 
     def states(self, history: History, inputs: Tensor) -> Tensor:
         """Return the states (B, T, D) of the input tokens (B, T)."""
@@ -97,10 +100,9 @@ class T5Decoder(Decoder):
         if not self.codebook_logits:
             return functional.linear(scaled, self.embedding.weight).unbind(1)
         logits = []
-        for level in range(self.tokens.levels):
-            first, count = self.span(level)
-            weight = self.embedding.weight.narrow(0, first, count)
-            logits.append(functional.linear(scaled[:, level], weight))
+        for level, x in enumerate(scaled.unbind(1), self.first_level):
+            weight = self.embedding.weight.narrow(0, *self.span(level))
+            logits.append(functional.linear(x, weight))
         return logits
 
     def packed_decoder(self) -> PackedDecoder:

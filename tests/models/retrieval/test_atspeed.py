@@ -207,7 +207,7 @@ def test_the_loss_weights_alignment_and_target_and_trains_the_draft_alone(
     history, codes = model.encode(batch), build_catalogue().sids[batch.target]
     alignment_loss = strict_loss if name == "atspeed_s" else relaxed_loss
     draft_logits = model.decoder.teacher_forced(history, codes)
-    target_logits = model.target.teacher_forced(history, codes)
+    target_logits = model.reused.teacher_forced(history, codes)
     expected = torch.zeros(())
     for level, draft in enumerate(draft_logits):
         target = target_logits[level].narrow(1, FIRST[level], SIZES[level])

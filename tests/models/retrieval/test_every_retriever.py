@@ -24,7 +24,6 @@ from models.build import build_model, load_model
 from models.cpu import kernels
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
-from models.retrieval.distillation.student import ReusesDecoder
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
 from models.retrieval.tiger.decoder import T5Decoder
@@ -127,11 +126,6 @@ def level_log_probs(decoder: Any, history: History, codes: Tensor) -> list[Tenso
         history: States of B histories.
         codes: (B, L) codes.
     """
-    if isinstance(decoder, ReusesDecoder):
-        teacher_levels = level_log_probs(decoder.teacher, history, codes)
-        student_levels = level_log_probs(decoder.own, history, codes)
-        skipped = decoder.first_level - decoder.own.first_level
-        return teacher_levels[: decoder.first_level] + student_levels[skipped:]
     over_vocabulary = isinstance(decoder, T5Decoder) and not decoder.codebook_scores
     all_logits = decoder.teacher_forced(history, codes)
     levels = []
@@ -182,11 +176,14 @@ def score_catalogue(
         options: An element of `score_options(case)`.
     """
     model, codes = build_case(case), build_catalogue().sids
-    decoder = model.target if "atspeed" in case else model.decoder
+    decoder = model.reused if "atspeed" in case else model.decoder
     by_request = []
     for row in range(batch.num_rows):
         history = model.encode(repeat_row(batch, row, ITEMS))
         levels = level_log_probs(decoder, history, codes)
+        if decoder.first_level:
+            teacher_levels = level_log_probs(model.reused, history, codes)
+            levels = teacher_levels[: decoder.first_level] + levels
         if options.get("scores") == "children":
             levels = normalise_over_children(levels, codes)
         by_request.append(levels)

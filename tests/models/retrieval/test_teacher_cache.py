@@ -214,7 +214,7 @@ def test_requests_of_other_splits_are_not_in_the_cache(
     model: Any = distillation.build(cache).model
     examples = distillation.load_requests(split)
     batch = examples.collate(next(examples.evaluation_batches(8)))
-    assert model.teacher_outputs("encoder", batch) is None
+    assert model.read_cache("encoder", batch) is None
 
 
 def test_the_cache_has_each_request_once_unpadded_in_half_precision(
@@ -255,7 +255,7 @@ def test_a_training_reports_and_reads_the_cached_states(
     for message in (encoder_message, decoder_message):
         assert "MiB in half precision, reused" in message
     batch = train_requests.collate(np.array([5, 0, 9]))
-    cached = setup.model.teacher_outputs("encoder", batch)
+    cached = setup.model.read_cache("encoder", batch)
     expected = setup.model.teacher.encode(batch)
     assert torch.equal(cached.lengths, expected.lengths)
     is_real = (cached.padding == 0)[:, 0, 0]
@@ -366,7 +366,7 @@ def build_as_rank(
     inputs = Inputs(distillation.tables, distillation.sids)
     setup = build_training(options, FIT, inputs, rank=rank, world=2)
     rank_requests = [*setup.train.request_numbers, *setup.val.request_numbers]
-    cached = setup.model._teacher_outputs["encoder"].requests
+    cached = setup.model.cached["encoder"].requests
     assert sorted(cached) == sorted(rank_requests)
     dist.destroy_process_group()
 
