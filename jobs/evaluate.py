@@ -50,12 +50,12 @@ def write_nearest_items(config: EvaluateConfig) -> None:
     """Write the nearest items of each item to a Parquet file, and print its columns."""
     from pipelines.evaluation.nearest import write_nearest
 
-    file, k = str(config.nearest), config.k
-    num_items, num_empty = write_nearest(config.checkpoint, config.inputs, file, k)
+    table = write_nearest(config)
     print(
-        f"The nearest items of {pluralize(num_items, 'item')}, at most {k} each, are "
-        f"in {file}: item_id, nearest (best first), score."
+        f"The nearest items of {pluralize(len(table), 'item')}, at most {config.k} "
+        f"each, are in {config.nearest}: item_id, nearest (best first), score."
     )
+    num_empty = table["nearest"].to_pylist().count([])
     if num_empty:
         print(f"note: the lists of {pluralize(num_empty, 'item')} are empty")
 
@@ -66,24 +66,10 @@ def write_inference(config: EvaluateConfig) -> None:
     A note gives the number of rankings with fewer than K items.
     """
     from models import registry
-    from pipelines.evaluation.checks import Workers
-    from pipelines.evaluation.inference import InferenceOptions, infer_all
+    from pipelines.evaluation.inference import infer_all
 
-    folder, k = str(config.batch_inference), config.k
-    table, existed = infer_all(
-        config.checkpoint,
-        config.inputs,
-        folder,
-        InferenceOptions(
-            k=k,
-            split=config.split,
-            batch_size=config.batch_size,
-            recommend=config.recommend_options(),
-            allowed=config.allowed,
-            overwrite=config.overwrite,
-        ),
-        Workers(config.shards, config.device, bool(os.environ.get("RAY_ADDRESS"))),
-    )
+    in_ray, k = bool(os.environ.get("RAY_ADDRESS")), config.k
+    table, existed = infer_all(config, in_ray)
     status = "written"
     if existed:
         status = "already exist, from the same checkpoint and tables; nothing to do"
@@ -112,7 +98,7 @@ def write_inference(config: EvaluateConfig) -> None:
                     f"model's finds more"
                 )
             print(f"note: {info.below_k:,} of them have fewer than {k} items, {reason}")
-    print(f"  table       {folder}: {', '.join(names)}; {order}")
+    print(f"  table       {config.batch_inference}: {', '.join(names)}; {order}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from pipelines.start import start_ray
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from pipelines.comparison.compare import Comparison
     from pipelines.comparison.tables import Table as ComparisonTable
     from pipelines.evaluation.record import Result
     from pipelines.prepare.options import PrepareOptions, SimulateOptions
@@ -343,26 +344,14 @@ def measure_checkpoint(config: EvaluateConfig) -> Result:
     from models.metrics.ranking_metrics import describe_chance_level
     from models.training import checkpoint
     from pipelines import tracking
-    from pipelines.evaluation.checks import Workers, check_evaluation
     from pipelines.evaluation.ranking import evaluate
     from pipelines.evaluation.record import record_result
 
     if config.tracking_uri:
         tracking.check_store(config.tracking_uri)
-    options = config.recommend_options()
-    checked = check_evaluation(config.checkpoint, config.inputs, options)
     # The driver of a submitted job runs on a node without GPUs, so tasks do the work.
-    is_job = bool(os.environ.get("RAY_ADDRESS"))
-    workers = Workers(config.shards, config.device, is_job)
-    result, metadata = evaluate(
-        config.checkpoint,
-        config.inputs,
-        split=config.split or "test",
-        batch_size=config.batch_size,
-        options=options,
-        workers=workers,
-        checked=checked,
-    )
+    result, checked = evaluate(config, in_ray=bool(os.environ.get("RAY_ADDRESS")))
+    metadata = checked.checkpoint
     model_class = registry.find(result.model)
     ranked = pluralize(result.users, "user")
     if model_class.eval_unit != "user":
@@ -407,8 +396,12 @@ def describe_first_time_items(metrics: dict[str, float]) -> str:
     )
 
 
-def compare_runs(config: CompareConfig) -> None:
-    """Print tables of runs, write the requested files, and register the best run."""
+def compare_runs(config: CompareConfig) -> list[Comparison]:
+    """Print tables of runs, write the requested files, and register the best run.
+
+    Returns:
+        A comparison per experiment, whose `rows` are a frame.
+    """
     from pipelines import tracking
     from pipelines.comparison.compare import compare, find_best_run
     from pipelines.comparison.tables import (
@@ -466,6 +459,7 @@ def compare_runs(config: CompareConfig) -> None:
             f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')"
         )
     print(f"look at it: {tracking.view_command(uri)}")
+    return comparisons
 
 
 def shorten(table: ComparisonTable) -> ComparisonTable:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("core", "models", "pipelines", "tuning", "jobs", "benchmarks", "papers")
+PACKAGES = (
+    "core",
+    "models",
+    "pipelines",
+    "tuning",
+    "trieline",
+    "jobs",
+    "benchmarks",
+    "papers",
+)
 """Packages from the ground floor up; each imports only itself and lower ones."""
 ROOMS = (
     "prepare",

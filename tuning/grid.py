@@ -21,7 +21,7 @@ from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
@@ -29,6 +29,7 @@ from core.files import absolute, join
 from core.options import STRICT, build, merge, path_fields, read_configs, read_yaml
 from core.schemas import RunRef
 from pipelines import tracking
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.tracking.runs import command_line
 from pipelines.training.config import TrainConfig, check_run_name
 from pipelines.training.ray_train import wants_gpu
@@ -116,24 +117,12 @@ class Grid:
         return [merge({}, *parts) for parts in itertools.product(*factors)]
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class Evaluation:
-    """Configuration of a trial that evaluates a trained checkpoint."""
-
-    tables: str
-    sids: str | None
-    text: str | None
-    checkpoint: Annotated[str, AfterValidator(absolute)]
-    evaluate: dict[str, Any] = field(default_factory=dict)
-    """Options of jobs.evaluate."""
-
-
 class Trial(NamedTuple):
     """A point of a grid, and what it runs."""
 
     point: Point
     """Values of the axes."""
-    config: TrainConfig | Evaluation
+    config: TrainConfig | EvaluateConfig
 
 
 class Sweep(NamedTuple):
@@ -166,7 +155,7 @@ class Sweep(NamedTuple):
         return 1 if self.grid.job == "evaluate" else self.config.ray.num_workers
 
     @property
-    def device(self) -> str:
+    def device(self) -> Literal["cpu", "cuda"]:
         """Device type of a trial's model."""
         return "cuda" if wants_gpu(self.config.ray) else "cpu"
 
@@ -211,14 +200,21 @@ def load_sweep(config: SweepConfig) -> Sweep:
     return sweep
 
 
-def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluation:
+def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | EvaluateConfig:
     """Build the configuration of the trial of a point."""
     config, ray = sweep.config, sweep.config.ray
     tables = config.tables or "TABLES"  # a dry run may name none
-    content = {"tables": tables, "sids": config.sids, "text": config.text}
+    content: dict[str, Any] = {
+        "tables": tables,
+        "sids": config.sids,
+        "text": config.text,
+    }
     content = merge(content, sweep.grid.fixed, nest(point))
     if sweep.grid.job == "evaluate":
-        return build(Evaluation, content)
+        content |= content.pop("evaluate", {})
+        evaluation = build(EvaluateConfig, content)
+        # trials run in other folders
+        return replace(evaluation, checkpoint=absolute(evaluation.checkpoint))
     threads = ray.threads or max(1, int(ray.cpus_per_worker))
     options = {
         "storage": sweep.folder,

@@ -42,8 +42,8 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from core.errors import UserError, one_line, pluralize
 from core.files import join, open_uri
-from core.options import as_base, check_known, flatten
-from core.schemas import Inputs, RunRecord, RunRef
+from core.options import check_known, flatten
+from core.schemas import RunRecord, RunRef
 from models import registry
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import format_metric
@@ -52,7 +52,8 @@ from models.training.checkpoint import BEST
 from models.training.loop import drop_undefined
 from models.training.memory import resident_peak_mb
 from pipelines import cluster, tracking
-from pipelines.evaluation.checks import Workers, check_evaluation
+from pipelines.evaluation.checks import check_evaluation
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import (
     artifact_name,
@@ -79,7 +80,7 @@ from pipelines.training.run import (
     resolve_training,
     run_training,
 )
-from tuning.grid import Evaluation, Sweep
+from tuning.grid import Sweep
 
 # `TrialReporter` prints the failures of trials in a line each, without tracebacks.
 logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
@@ -260,9 +261,7 @@ def check_trials(sweep: Sweep) -> str:
             if record:
                 check_continues(config, hashes, record)
         else:
-            options = {**trial.config.evaluate, "batch_size": None}
-            inputs = as_base(trial.config, Inputs)
-            evaluated = check_evaluation(trial.config.checkpoint, inputs, options)
+            evaluated = check_evaluation(trial.config)
             name = evaluated.checkpoint.name
             known = [*evaluated.checkpoint.metrics, "users_per_s", "peak_memory_mb"]
             metric = sweep.metric.removeprefix("test/")
@@ -361,7 +360,7 @@ def collect_results(sweep: Sweep, errors: dict[str, str]) -> pl.DataFrame:
             status = "stopped" if record.stopped else "finished"
             value = record.values.get(sweep.metric)
         saved = join(sweep.folder, f"{name}/{BEST}")
-        if isinstance(trial.config, Evaluation):
+        if isinstance(trial.config, EvaluateConfig):
             saved = trial.config.checkpoint
         rows.append(
             {
@@ -474,28 +473,25 @@ def train(config: TrainConfig, sweep: Sweep, tags: dict[str, str]) -> None:
     trained = run_training(config, say=lambda line: None, trial=context)
     if is_done(config.name, sweep):
         return
-    name = config.model.name
-    result, best = evaluate(
-        trained.checkpoint,
-        config.inputs.select(name, registry.find(name).extra_inputs),
+    evaluation = EvaluateConfig(
+        checkpoint=trained.checkpoint,
+        tables=config.tables,
+        sids=config.sids,
+        text=config.text,
         batch_size=config.fit.eval_batch_size,
-        workers=Workers(device=sweep.device, remote=has_workers),
+        device=sweep.device,
     )
-    record_result(result, best, sweep.run.uri)
+    result, checked = evaluate(evaluation, in_ray=has_workers)
+    record_result(result, checked.checkpoint, sweep.run.uri)
 
 
-def measure(name: str, config: Evaluation, sweep: Sweep, tags: dict[str, str]) -> None:
+def measure(
+    name: str, config: EvaluateConfig, sweep: Sweep, tags: dict[str, str]
+) -> None:
     """Evaluate a checkpoint on the test split, as an MLflow run of the sweep."""
-    options = dict(config.evaluate)
-    batch_size = int(options.pop("batch_size", 256))
     torch.set_num_threads(sweep.config.ray.threads or len(os.sched_getaffinity(0)))
-    result, evaluated = evaluate(
-        config.checkpoint,
-        as_base(config, Inputs),
-        batch_size=batch_size,
-        options=options,
-        workers=Workers(device=sweep.device),
-    )
+    result, checked = evaluate(replace(config, device=sweep.device))
+    evaluated = checked.checkpoint
     run = tracking.open_run(
         sweep.run.uri,
         sweep.run.experiment,

@@ -1,7 +1,8 @@
 """Rank for many users, and write the rankings as a table.
 
-    options = InferenceOptions(k=20)
-    table, existed = infer_all(checkpoint, inputs, "recommendations", options)
+    config = EvaluateConfig(checkpoint="runs/sasrec", tables="tables",
+                            batch_inference="recommendations", k=20)
+    table, existed = infer_all(config)
 
 A model that ranks a catalogue writes `recommendations`: the top K items after all
 behaviours of each user, or, for a split, after the history of each request, with the
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import absolute
-from core.schemas import Inputs, PredictionsInfo, SequencesInfo
+from core.schemas import PredictionsInfo
 from core.tables import (
     Part,
     Table,
@@ -55,11 +56,8 @@ from models.retrieval.recommend import required_history
 from models.training import checkpoint
 from pipelines import cluster
 from pipelines.evaluation.allowed import read_allowed
-from pipelines.evaluation.checks import (
-    Workers,
-    check_evaluation,
-    resolve_device,
-)
+from pipelines.evaluation.checks import check_evaluation, resolve_device, takes_gpu
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.prepare.executor import quiet_ray_data
 from pipelines.start import start_ray
 
@@ -109,46 +107,23 @@ def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
 
 
 @dataclass(frozen=True)
-class InferenceOptions:
-    """Options of a batch inference."""
-
-    k: int = 20
-    """Number of items per ranking; models that rank candidates ignore it."""
-    split: str | None = None
-    """Split whose requests are ranked. None: rank after all behaviours of each user, or
-    for a model that ranks candidates the requests of `test`."""
-    batch_size: int = 256
-    """Requests per batch."""
-    recommend: dict[str, Any] = field(default_factory=dict)
-    """Options of `recommend`."""
-    allowed: str | None = None
-    """File with the ids of the items that may be ranked; None: all items."""
-    overwrite: bool = False
-    """Whether to replace another table in the folder."""
-    users_per_part: int = USERS_PER_PART
-    """Largest number of users per file of the table."""
-
-
-@dataclass(frozen=True)
 class InferenceTask:
     """Arguments that all workers of a batch inference share."""
 
+    config: EvaluateConfig
+    """Options of the inference."""
     uri: str
     """Folder of the checkpoint."""
-    inputs: Inputs
-    """Folders of the tables with the users and the catalogue."""
     output: str
     """Folder of the table."""
     schema: pa.Schema
     """Schema of the table."""
     split: str
     """Split whose requests are ranked; `next`: after all behaviours of each user."""
-    options: InferenceOptions
-    """Options of the inference."""
     recommend: dict[str, Any]
     """Options of `recommend`, with the mask of the allowed items."""
-    workers: Workers
-    """Processes and devices."""
+    in_ray: bool
+    """Whether actors of Ray Data do the work."""
 
 
 class Inference:
@@ -166,11 +141,11 @@ class Inference:
     """The requests to rank."""
 
     def __init__(self, task: InferenceTask) -> None:
-        if task.workers.num_threads:
-            torch.set_num_threads(task.workers.num_threads)
+        if task.in_ray:
+            torch.set_num_threads(1)
         self.task = task
-        self.device = resolve_device(task.workers.device)
-        self.loaded = LoadedModel.load(task.uri, task.inputs, self.device)
+        self.device = resolve_device(task.config.device)
+        self.loaded = LoadedModel.load(task.uri, task.config.inputs, self.device)
         self.model = self.loaded.model
         self.recommend = dict(task.recommend)
         if "allowed" in self.recommend:
@@ -189,7 +164,7 @@ class Inference:
         self.file = -1
 
     def __call__(self, unit: dict[str, Any]) -> dict[str, Any]:
-        """Write the part of a unit (`cut_units`); add columns `part` and `count`."""
+        """Write the part of a unit (`write_units`); add columns `part` and `count`."""
         part, count = self.write_unit(**unit)
         return {**unit, "part": json.dumps(vars(part)), "count": count}
 
@@ -215,7 +190,7 @@ class Inference:
         ordered = self.examples.sort_for_evaluation(rows)  # batches of similar lengths
         ranked = []
         for batch_rows in self.examples.cut_batches(
-            ordered, self.task.options.batch_size
+            ordered, self.task.config.batch_size
         ):
             batch = self.examples.collate(batch_rows).to(self.device)
             with torch.no_grad():
@@ -257,7 +232,7 @@ class CatalogueInference(Inference):
 
         For a split also request numbers, targets and repeats, (B,) each.
         """
-        k = self.task.options.k
+        k = self.task.config.k
         items, scores = self.model.recommend(batch, k, **self.recommend)
         ranked = (batch.user_row, items, scores.float())
         if self.task.split == "next":
@@ -290,7 +265,7 @@ class CatalogueInference(Inference):
             pa.ListArray.from_arrays(offsets, values)
             for values in (item_ids, item_scores)
         ]
-        return columns, int((lengths < self.task.options.k).sum())
+        return columns, int((lengths < self.task.config.k).sum())
 
 
 class CandidateInference(Inference):
@@ -346,52 +321,44 @@ class CandidateInference(Inference):
 
 
 def infer_all(
-    uri: str,
-    inputs: Inputs,
-    output: str,
-    options: InferenceOptions | None = None,
-    workers: Workers | None = None,
+    config: EvaluateConfig, in_ray: bool = False
 ) -> tuple[Table[PredictionsInfo], bool]:
     """Write the rankings of a checkpoint for many users to a table.
 
     Args:
-        uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
-        inputs: Folders of the tables, semantic IDs and text embeddings.
-        output: Folder of the table.
-        options: Options of the inference.
-        workers: Processes and devices; by default this process.
+        config: Options, with `batch_inference`.
+        in_ray: Whether a single shard runs in a Ray actor too.
 
     Returns:
         The table, and whether an equal table existed already.
     """
-    output = absolute(output)
-    options, workers = options or InferenceOptions(), workers or Workers()
-    checked = check_evaluation(uri, inputs, options.recommend)
-    saved, recommend = checked.checkpoint, dict(checked.options)
+    output = absolute(str(config.batch_inference))
+    checked = check_evaluation(config)
+    saved, recommend = checked.checkpoint, config.recommend_options()
     model_class = registry.find(saved.name)
     if reason := model_class.reason_not_served():
         raise UserError(f"the model '{saved.name}' is not served: {reason}")
     sequences = checked.versions["sequences"]
     kind: type[Inference] = CatalogueInference
-    ranked: dict[str, Any] = {"k": options.k}
+    ranked: dict[str, Any] = {"k": config.k}
     if model_class.ranks != "catalogue":
-        if options.allowed:
+        if config.allowed:
             raise UserError(
-                f"allowed is {options.allowed}, but the model '{saved.name}' scores "
+                f"allowed is {config.allowed}, but the model '{saved.name}' scores "
                 "given candidates"
             )
-        kind, ranked = CandidateInference, {"split": options.split or "test"}
+        kind, ranked = CandidateInference, {"split": config.split or "test"}
         labels = model_class.describe_requests(sequences.info)["labels"]
         has_queries = "queries" in model_class.catalogue_class.tables["tables"]
         schema = scores_schema(labels, has_queries)
-    elif options.split:
-        ranked["split"] = options.split
+    elif config.split:
+        ranked["split"] = config.split
         schema = RANKED_REQUESTS
     else:
         schema = RECOMMENDATIONS
-    config = {
+    settings = {
         **ranked,
-        "users_per_part": options.users_per_part,
+        "users_per_part": USERS_PER_PART,
         "model": saved.model,
         **recommend,
     }
@@ -401,30 +368,26 @@ def infer_all(
         if trained
     }
     hashes["checkpoint"] = checkpoint.weights_hash(checked.uri)
-    if options.allowed:
+    if config.allowed:
         recommend["allowed"], hashes["allowed"] = read_allowed(
-            options.allowed, checked.versions["items"]
+            config.allowed, checked.versions["items"]
         )
     check_replaceable(output, kind.table)
-    finished = None if options.overwrite else find_table(output, PredictionsInfo)
+    finished = None if config.overwrite else find_table(output, PredictionsInfo)
     if finished:
-        finished.check_made_with(config, hashes)
+        finished.check_made_with(settings, hashes)
         return finished, True
     split = ranked.get("split", "")
+    in_ray = in_ray or config.shards > 1
     task = InferenceTask(
-        uri=checked.uri,
-        inputs=inputs,
-        output=output,
-        schema=schema,
-        split=split or "next",
-        options=options,
-        recommend=recommend,
-        workers=workers,
+        config, checked.uri, output, schema, split or "next", recommend, in_ray
     )
-    if workers.use_ray:
-        start_ray()
+    units = []  # ranges of users of one file
+    for file, part in enumerate(sequences.files):
+        for first in range(0, part.rows, USERS_PER_PART):
+            last = min(first + USERS_PER_PART, part.rows)
+            units.append({"file": file, "first": first, "last": last})
     with writing(output):
-        units = cut_units(sequences, options.users_per_part)
         written = write_units(kind, task, units)
         counted = {kind.count_name: sum(count for _, count in written)}
         table = commit(
@@ -432,30 +395,13 @@ def infer_all(
             kind.table,
             schema,
             [part for part, _ in written],
-            config=config,
+            config=settings,
             inputs=hashes,
             info=PredictionsInfo(
                 model=saved.name, checkpoint=checked.uri, split=split, **counted
             ),
         )
     return table, False
-
-
-def cut_units(
-    sequences: Table[SequencesInfo], users_per_part: int
-) -> list[dict[str, int]]:
-    """Cut the files of `sequences` into units of at most `users_per_part` users.
-
-    Returns:
-        Units with the index of the file, and first (inclusive) and last (exclusive)
-        user, counted within the file.
-    """
-    units = []
-    for file_index, file in enumerate(sequences.files):
-        for first in range(0, file.rows, users_per_part):
-            last = min(first + users_per_part, file.rows)
-            units.append({"file": file_index, "first": first, "last": last})
-    return units
 
 
 def write_units(
@@ -466,16 +412,17 @@ def write_units(
     Args:
         kind: Class of the inference.
         task: Arguments that all workers share.
-        units: Units, as `cut_units` returns them.
+        units: Ranges of users of a `file`, from `first` to `last` (exclusive).
 
     Returns:
         Part and count of each unit, in the order of the units.
     """
-    if not task.workers.use_ray:
+    if not task.in_ray:
         worker = kind(task)
         return [worker.write_unit(**unit) for unit in units]
-    num_actors = task.workers.shards
-    needs_gpu = task.workers.needs_gpu(num_actors)
+    start_ray()
+    num_actors = task.config.shards
+    needs_gpu = takes_gpu(task.config.device, num_actors)
     quiet_ray_data()
     pool = ray.data.ActorPoolStrategy(
         min_size=1, max_size=num_actors, initial_size=num_actors

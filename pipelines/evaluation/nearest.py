@@ -9,43 +9,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core.files import write_file
-from core.schemas import Inputs
 from models.loaded_model import LoadedModel
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.training.record import find_checkpoint
 
 
-def write_nearest(
-    checkpoint: str, inputs: Inputs, file: str, k: int
-) -> tuple[int, int]:
-    """Write a Parquet file with `item_id`, `nearest` (best first) and `score`.
+def write_nearest(config: EvaluateConfig) -> pa.Table:
+    """Write the table of `find_nearest` to the Parquet file `config.nearest`."""
+    loaded = LoadedModel.load(find_checkpoint(config.checkpoint), config.inputs)
+    table = find_nearest(loaded, config.k)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    write_file(str(config.nearest), sink.getvalue().to_pybytes())
+    return table
 
-    Args:
-        checkpoint: Folder of a checkpoint, or of a run, whose best checkpoint is used.
-        inputs: The tables, with N items.
-        file: URI of the file.
-        k: Number of nearest items.
 
-    Returns:
-        N, the number of rows, and the number of rows whose list is empty.
-    """
-    loaded = LoadedModel.load(find_checkpoint(checkpoint), inputs)
+def find_nearest(loaded: LoadedModel, k: int) -> pa.Table:
+    """Return `item_id`, `nearest` (best first, at most k) and `score` of all items."""
     # (N, K) each; items are negative after the end of a shorter list
     items, scores = loaded.model.nearest_items(k)
-    id_column = loaded.catalogue.versions["items"].read(["item_id"])
-    ids = id_column["item_id"].to_pylist()
+    id_column = loaded.catalogue.versions["items"].read(["item_id"])["item_id"]
+    ids = id_column.to_pylist()
     nearest, nearest_scores = [], []
     for item_row, score_row in zip(items, scores.tolist(), strict=True):
         neighbours = item_row[item_row >= 0].tolist()
         nearest.append([ids[item] for item in neighbours])
         nearest_scores.append(score_row[: len(neighbours)])
-    table = pa.table(
-        {
-            "item_id": id_column["item_id"],
-            "nearest": nearest,
-            "score": nearest_scores,
-        }
-    )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    write_file(file, sink.getvalue().to_pybytes())
-    return len(ids), nearest.count([])
+    columns = {"item_id": id_column, "nearest": nearest, "score": nearest_scores}
+    return pa.table(columns)

@@ -1,6 +1,7 @@
 """Measure a checkpoint on all requests of a split.
 
-    result, checkpoint = evaluate("runs/sasrec", Inputs(tables), split="test")
+    config = EvaluateConfig(checkpoint="runs/sasrec", tables="tables", split="val")
+    result, checked = evaluate(config)
 
 The metrics depend on the model's kind, such as Recall@K and NDCG@K over the full
 catalogue. Requests per second are measured after a warm-up. With several shards, each
@@ -18,7 +19,6 @@ import ray
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs
 from core.tables import table_hashes
 from models import registry
 from models.evaluation import add_sums, measure_examples
@@ -27,13 +27,13 @@ from models.metrics.metric import TOP, CatalogueMetric, find_metrics
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.metrics import exposure
 from models.retrieval.recommend import required_history
-from models.training.checkpoint import Checkpoint
 from pipelines.evaluation.checks import (
     CheckedEvaluation,
-    Workers,
     check_evaluation,
     resolve_device,
+    takes_gpu,
 )
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.record import Result, pop_per_user
 from pipelines.start import start_ray
 
@@ -43,54 +43,44 @@ the training behaviours."""
 
 
 def evaluate(
-    uri: str,
-    inputs: Inputs,
-    *,
-    split: str = "test",
-    batch_size: int = 256,
-    options: dict[str, Any] | None = None,
-    workers: Workers | None = None,
-    checked: CheckedEvaluation | None = None,
-) -> tuple[Result, Checkpoint]:
+    config: EvaluateConfig, in_ray: bool = False
+) -> tuple[Result, CheckedEvaluation]:
     """Measure a checkpoint on a split, without writing anything.
 
     Args:
-        uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
-        inputs: Folders of the tables, semantic IDs and text embeddings.
-        split: `val` or `test`.
-        batch_size: Requests per batch.
-        options: Options of `recommend`.
-        workers: Processes and devices; by default this process.
-        checked: Result of `check_evaluation`, if it is known.
+        config: Options of the evaluation.
+        in_ray: Whether a single shard is a Ray task too, which can use the GPUs of a
+            cluster.
 
     Returns:
-        The result, and the content of the checkpoint's `config.json`.
+        The result, and the checkpoint with its tables.
     """
     began = time.monotonic()
-    checked = checked or check_evaluation(uri, inputs, options or {})
-    workers = workers or Workers()
-    task = (checked, inputs, split, batch_size, workers)
-    if workers.use_ray:
+    checked = check_evaluation(config)
+    in_ray = in_ray or config.shards > 1
+    task = (checked, config, in_ray)
+    if in_ray:
         start_ray()
         # the placement group of a trial has no CPU, so tasks are scheduled outside it
         remote = ray.remote(
             num_cpus=1,
-            num_gpus=1 if workers.needs_gpu(1) else 0,
+            num_gpus=1 if takes_gpu(config.device, 1) else 0,
             scheduling_strategy="DEFAULT",
         )(measure_shard)
-        shards = [remote.remote(*task, rank) for rank in range(workers.shards)]
+        shards = [remote.remote(*task, rank) for rank in range(config.shards)]
         measured = ray.get(shards)
     else:
         measured = [measure_shard(*task, 0)]
     sums: dict[str, Any] = add_sums(shard for shard, _, _ in measured)
     counts = add_sums(shard for _, shard, _ in measured)
+    split = config.split or "test"
     if not counts["requests"]:
         raise UserError(
-            f"the split '{split}' of {inputs.tables} has no request with a history"
+            f"the split '{split}' of {config.tables} has no request with a history"
         )
     device = measured[0][2]
-    if workers.shards > 1:
-        device = f"{workers.shards} x {device}"
+    if config.shards > 1:
+        device = f"{config.shards} x {device}"
     saved = checked.checkpoint
     by_user = pop_per_user(sums)
     exposed: dict[str, float] = {}
@@ -109,7 +99,7 @@ def evaluate(
         users_per_s=counts["users_per_s"],
         seconds=time.monotonic() - began,
         seed=saved.fit.get("seed"),
-        options={**checked.options, "batch_size": batch_size},
+        options={**config.recommend_options(), "batch_size": config.batch_size},
         hashes={name: current[name] for name in saved.hashes if name in current},
         device=device,
         by_user=by_user,
@@ -118,50 +108,42 @@ def evaluate(
         for metric in find_metrics(CatalogueMetric):
             if metric.needs_trained:
                 metrics.pop(f"{metric.name}@{TOP}", None)
-    return result, saved
+    return result, checked
 
 
 def measure_shard(
-    checked: CheckedEvaluation,
-    inputs: Inputs,
-    split: Any,
-    batch_size: int,
-    workers: Workers,
-    rank: int,
+    checked: CheckedEvaluation, config: EvaluateConfig, in_ray: bool, rank: int
 ) -> tuple[dict[str, Any], dict[str, float], str]:
-    """Measure the users of one shard.
-
-    Args:
-        checked: Checkpoint with the options of `recommend`.
-        inputs: Folders of the tables that are evaluated.
-        split: `val` or `test`.
-        batch_size: Requests per batch.
-        workers: Processes and devices.
-        rank: Number of the shard, from 0.
+    """Measure the users of one shard, given its number from 0.
 
     Returns:
         Sums from which the metrics are computed; numbers of ranked `requests`, of
         requests without a history (`skipped`), of `users`, and of requests per second
         of `recommend` or `score`; and the name of the GPU, or `cpu` with the threads.
     """
-    if workers.num_threads:
-        torch.set_num_threads(workers.num_threads)
-    device = resolve_device(workers.device)
-    loaded = LoadedModel.load(checked.uri, inputs, device)
+    if in_ray:
+        torch.set_num_threads(1)
+    device = resolve_device(config.device)
+    loaded = LoadedModel.load(checked.uri, config.inputs, device)
+    options = config.recommend_options()
     examples = loaded.model.load_examples(
         loaded.catalogue,
-        split,
-        max_history=required_history(loaded.model.config.max_history, checked.options),
+        config.split or "test",
+        max_history=required_history(loaded.model.config.max_history, options),
         rank=rank,
-        world=workers.shards,
+        world=config.shards,
     )
     stride = sampling_stride(loaded.catalogue.versions["sequences"].rows)
-    options: dict[str, Any] = {**checked.options, "by_user": stride}
+    options["by_user"] = stride
     measure = partial(
-        measure_examples, loaded.model, examples, batch_size=batch_size, device=device
+        measure_examples,
+        loaded.model,
+        examples,
+        batch_size=config.batch_size,
+        device=device,
     )
     if len(examples):  # one batch without its result, so that timings are steady
-        measure(limit=min(batch_size, len(examples)), options=options)
+        measure(limit=min(config.batch_size, len(examples)), options=options)
     ranks_catalogue = loaded.model.ranks == "catalogue"
     if ranks_catalogue:
         options["shown"] = torch.zeros(
@@ -171,7 +153,7 @@ def measure_shard(
     sums: dict[str, Any] = dict(measured.sums)
     if ranks_catalogue:
         sums[SHOWN] = options["shown"].cpu()
-        sums[TRAINED] = count_trained_items(loaded, rank, workers.shards)
+        sums[TRAINED] = count_trained_items(loaded, rank, config.shards)
     speed = measured.num_examples / measured.seconds if measured.seconds else 0.0
     counts = {
         "requests": measured.num_examples,

@@ -117,7 +117,7 @@ def validate(model_class: type[BaseModel], content: Any) -> Any:
             characters of each.
     """
     try:
-        if isinstance(content, bytes | bytearray):
+        if isinstance(content, str | bytes | bytearray):
             return model_class.model_validate_json(content)
         return model_class.model_validate(content)
     except ValidationError as error:
@@ -137,40 +137,43 @@ class ServedModel(PythonModel):
         folder = context.artifacts["data"]
         saved = checkpoint.read(f"{folder}/checkpoint")
         model_class = registry.find(saved.name)
-        requests_class = model_class.requests_class
-        settings_class = requests_class.settings_class
+        settings_class = model_class.requests_class.settings_class
         # MLflow drops unknown keys of a server's config
         server_config = os.environ.get("SERVING_MODEL_CONFIG") or "{}"
-        validate(settings_class, server_config.encode())
+        validate(settings_class, server_config)
         settings = validate(settings_class, context.model_config or {})
         inputs = {
             name: f"{folder}/{name}"
             for name in ("tables", "sids", "text")
             if Path(folder, name).exists()
         }
-        scales = saved.learned.get("scales")
         catalogue = model_class.catalogue_class.load(
-            Inputs(**inputs), scales, manifest_only=True
+            Inputs(**inputs), saved.learned.get("scales"), manifest_only=True
         )
-        model, _ = load_model(f"{folder}/checkpoint", catalogue)
-        self.device = torch.device(settings.device)
-        self.model: Any = model.to(self.device)
-        self.requests: Any = requests_class(folder, model, catalogue, settings)
-        self.ranks_catalogue = model_class.ranks == "catalogue"
+        model = load_model(f"{folder}/checkpoint", catalogue)[0]
+        self.use_model(model, catalogue, folder, settings)
+
+    def use_model(self, model: Any, catalogue: Any, folder: str, settings: Any) -> None:
+        """Answer with a model on its catalogue; `folder` may have a text encoder."""
+        self.device = settings.device
+        self.model = model.to(self.device)
+        self.requests = model.requests_class(folder, model, catalogue, settings)
+        self.ranks_catalogue = model.ranks == "catalogue"
         self.fields = ANSWER_FIELDS if self.ranks_catalogue else ANSWER_FIELDS[:2]
-        self.warned = False
         # encoded set and its number of items, by hash of the ids
         self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, int]] = LRUCache(
             MAX_CACHED_SETS
         )
         self.lock = Lock()  # guards allowed_sets
-        rows = list[self.requests.request_class]  # type: ignore[name-defined]
-        bounds = Field(max_length=MAX_ROWS, fail_fast=True)
-        options_class = requests_class.options_class
+        rows = Annotated[
+            list[self.requests.request_class],  # type: ignore[name-defined]
+            Field(max_length=MAX_ROWS, fail_fast=True),
+        ]
+        options_class = self.requests.options_class
         self.body_class = create_model(
             "Body",
             __config__=CONTRACT,
-            dataframe_records=(Annotated[rows, bounds], ...),
+            dataframe_records=(rows, ...),
             params=(options_class, options_class()),
         )
         """The body of an HTTP request."""
@@ -252,7 +255,7 @@ class ServedModel(PythonModel):
             return rankings
 
         rankings = rank_by_length(requests, [min(n, latest) for n in known], rank)
-        answers: list[tuple[Any, ...]] = []
+        answers = []
         for (items, scores), request, count in zip(
             rankings, requests, known, strict=True
         ):
@@ -263,8 +266,7 @@ class ServedModel(PythonModel):
                     reason = self.explain_short(k, num_allowed, unseen)
                 note = f"{len(items):,} of {k:,} items: {reason}"
             answers.append((items, scores, len(request.history) - count, note))
-            if request.history and not count and not self.warned:
-                self.warned = True
+            if request.history and not count:
                 warnings.warn(
                     "a history has no item of the catalogue, so its ranking is empty; "
                     "unknown_items counts them by row",

@@ -8,25 +8,12 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-import torch
 
-from benchmarks import decode, prepare
+from benchmarks import prepare
 from benchmarks.__main__ import main
 from pipelines.prepare.kinds.simulation import Settings, draw_interactions, write_log
 from tests.fixtures.commands import read_table
 from tests.fixtures.training_tables import write_tables
-
-
-@pytest.mark.parametrize(
-    ("plain", "fast"), [("hf", "tiger_shared_kv"), ("sid_mlp_plain", "sid_mlp_fast")]
-)
-def test_variants_of_a_model_find_the_same_items(plain: str, fast: str) -> None:
-    params = {"items": 400, "batch": 4, "beam": 10, "runs": 2, "threads": 1}
-    (items, scores), (fast_items, fast_scores) = (
-        decode.make(name, params)(1) for name in (plain, fast)
-    )
-    assert items.tolist() == fast_items.tolist()
-    torch.testing.assert_close(scores, fast_scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.long

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from pages import ROOT, Command, parse_jobs, read_blocks, read_commands, read_se
 
 from jobs import cli
 from pipelines.training import run as training
-from tests.fixtures.commands import read_table
 
 SMALLER = {
     "jobs.tokenize": "--encoder tfidf --pca 0 --tokenizer.codebook_size 8",
@@ -274,73 +272,3 @@ def test_the_page_of_a_search_log_with_custom_features(
     output = capsys.readouterr().out
     assert "No violations" in output
     assert "gauc" in output.lower()
-
-
-def build_ubi_event(
-    action: str, search: int, position: int, time: datetime
-) -> dict[str, Any]:
-    """Build an event of User Behavior Insights on a result of a search."""
-    return {
-        "action_name": action,
-        "client_id": f"c{search // 2 % 50}",
-        "query_id": f"q{search}",
-        "timestamp": time.isoformat(),
-        "event_attributes": {
-            "object": {"object_id": f"sku{position}"},
-            "position": {"ordinal": position},
-        },
-    }
-
-
-def write_ubi_log(folder: Path) -> None:
-    """Write 400 searches as events of User Behavior Insights.
-
-    Users search twice, half a minute apart. Every fifth user clicks the second result a
-    minute after each search.
-    """
-    folder.mkdir()
-    start = datetime(2026, 1, 1, tzinfo=UTC)
-    events, queries = [], []
-    for search in range(400):
-        time = start + timedelta(hours=search // 2, seconds=30 * (search % 2))
-        queries.append(
-            {
-                "query_id": f"q{search}",
-                "client_id": f"c{search // 2 % 50}",
-                "user_query": f"word {search % 7}",
-            }
-        )
-        for position in (1, 2, 3):
-            events.append(build_ubi_event("impression", search, position, time))
-        if search // 2 % 5 == 0:
-            click_time = time + timedelta(minutes=1)
-            events.append(build_ubi_event("click", search, 2, click_time))
-    for name, rows in (("events", events), ("queries", queries)):
-        lines = "\n".join(json.dumps(row) for row in rows)
-        (folder / f"ubi_{name}.ndjson").write_text(lines)
-
-
-def test_the_page_of_impressions_and_clicks_in_separate_events(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    title = "Impressions and clicks in separate events"
-    write_ubi_log(checkout / "ubi")
-    page = "../jobs/configs/sources/README.md"
-    blocks = dict(read_blocks(read_page(page, title)))
-    exec(blocks["python"], {})
-    (checkout / "ubi.yaml").write_text(blocks["yaml"])
-
-    run_commands(read_prompts(page, title), monkeypatch)
-
-    users = read_table("runs/ubi/tables/sequences").to_pylist()
-    searches = [(user, request) for user in users for request in user["requests"]]
-    assert len(searches) == 400
-    for user, request in searches:
-        clicks = int(user["user_id"][1:]) % 5 == 0
-        assert request["positions"] == [0, 1, 2]
-        assert request["label_click"] == [False, clicks, False]
-        time = request["timestamp_ms"]
-        num_known = sum(other["timestamp_ms"] < time for other in user["requests"])
-        if time % 60_000 == 30_000:
-            num_known -= 1  # the click on the first search comes half a minute later
-        assert request["history_end"] == (num_known if clicks else 0)

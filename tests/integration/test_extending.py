@@ -44,7 +44,7 @@ def read_code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
-DECODER, LINE, OPTIONS, TRAINING, CHECK = read_code_blocks("python")
+DECODER, LINE, OPTIONS, CHECK = read_code_blocks("python")
 (DECODER_YAML,) = read_code_blocks("yaml")
 
 RANKER = '''
@@ -378,14 +378,6 @@ def test_the_page_declares_bounds_of_options_on_their_fields(
     assert build(config_class, {"width": 8}).width == 8
     with pytest.raises(UserError, match=r"width is 0; .*greater than 0"):
         build(config_class, {"width": 0})
-
-
-def test_the_page_trains_a_model_in_python(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables, _ = training_tables.write_tables(tmp_path / "small")
-    exec(TRAINING, {"TABLES": tables})
-    assert "ndcg@10" in capsys.readouterr().out
 
 
 def test_the_pages_check_of_a_decoder_passes(tmp_path: Path) -> None:

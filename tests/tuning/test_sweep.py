@@ -21,9 +21,10 @@ import torch
 
 from core.errors import UserError
 from core.options import build
-from core.schemas import Inputs, RunRef
+from core.schemas import RunRef
 from models.training import checkpoint
 from pipelines import tracking
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import load_test_metrics
 from pipelines.training.record import find_checkpoint
@@ -196,7 +197,7 @@ def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
 
     parent = tracking.connect(run.uri).get_run(run.run_id)
     assert tracking.SMOKE_TAG in parent.data.tags
-    result, _ = evaluate(path, Inputs(halved.tables))
+    result, _ = evaluate(EvaluateConfig(checkpoint=path, tables=halved.tables))
     expected = [result.metrics["ndcg@10"]] * 2
     assert results["value"].to_list() == pytest.approx(expected)
     logged = {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"}

@@ -27,6 +27,7 @@ from models.retrieval.sid_mlp.sid_mlp_pp import (
 )
 from models.retrieval.tiger.tiger import Tiger, TigerConfig
 from models.training import checkpoint
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.small_retrieval import make_requests_with_lengths
 from tests.models.retrieval.conftest import TrainedTiger
@@ -235,7 +236,8 @@ def test_both_stages_learn_and_stage_2_leaves_the_encoder_unchanged(trained, tmp
     assert metrics[-1]["r2"] > 0.5
     best = checkpoint.read(trained.encoder / "best")
     assert best.metrics["mse"] == min(errors)
-    result, _ = evaluate(str(trained.encoder / "best"), trained.inputs, split="test")
+    folders, path = trained.inputs.folders(), str(trained.encoder / "best")
+    result, _ = evaluate(EvaluateConfig(checkpoint=path, **folders))
     assert set(result.metrics) == {"mse", "neg_mse", "r2"}
 
     encoder, _ = load_model(trained.encoder / "best", trained.catalogue)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import registry
 from pipelines import tracking
 from pipelines.comparison.compare import ALL_ITEMS, KNOWN_LEFT_OUT, compare
 from pipelines.comparison.tables import Table, build_tables
@@ -191,13 +190,6 @@ def test_a_training_is_compared_with_baselines_on_the_same_tables(
         metrics, hashes = {"best/ndcg@10": value}, {"sequences": sequences}
         log_training(uri, name, {"name": name}, metrics, hashes=hashes)
     assert best_trained_baseline(run, "ndcg@10") == ("ease", 0.2)
-
-
-def test_baselines_of_rankers_are_rates_and_numbers() -> None:
-    baselines = ["pair_ctr", "item_ctr", "best_number", "shown_order"]
-    assert registry.find_baselines("search") == baselines
-    rates = ["base_rate", "item_rate", "user_rate"]
-    assert registry.find_baselines("actions") == rates
 
 
 def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:

@@ -17,8 +17,7 @@ from core.schemas import Inputs
 from jobs.evaluate import Config, run
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from pipelines.evaluation.checks import Workers
-from pipelines.evaluation.inference import InferenceOptions, infer_all
+from pipelines.evaluation import inference
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.commands import read_table
@@ -68,7 +67,7 @@ def test_search_scores_match_the_log_the_metrics_and_served_answers(
     rows = read_rows(out)
     labels, scores = check_search_rows(rows, tables)
 
-    metrics = evaluate(options["checkpoint"], Inputs(tables, text=text))[0].metrics
+    metrics = evaluate(Config(**options))[0].metrics
     click_aucs = [
         roc_auc_score(request_labels[:, 0], request_scores[:, 0])
         for request_labels, request_scores in zip(labels, scores, strict=True)
@@ -141,19 +140,15 @@ def collect_by_event(
 
 
 def test_feed_scores_match_the_log_the_metrics_and_served_answers(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = write_actions(tmp_path / "log", items=300, viewers=True, parts=2)
     serve_ranker({"name": "attn_mvp"}, tmp_path, tables, None, max_history=12)
-    path, inputs, out = (
-        str(tmp_path / "attn_mvp"),
-        Inputs(tables),
-        str(tmp_path / "out"),
-    )
+    path, out = str(tmp_path / "attn_mvp"), str(tmp_path / "out")
+    monkeypatch.setattr(inference, "USERS_PER_PART", 20)
 
-    manifest, _ = infer_all(
-        path, inputs, out, InferenceOptions(batch_size=7, users_per_part=20)
-    )
+    config = Config(checkpoint=path, tables=tables, batch_inference=out, batch_size=7)
+    manifest, _ = inference.infer_all(config)
 
     rows = read_rows(out)
     item_ids = read_item_ids(tables)
@@ -170,7 +165,7 @@ def test_feed_scores_match_the_log_the_metrics_and_served_answers(
     assert len(logged) == manifest.info.candidates
     assert collect_by_event(rows, "label_") == logged
 
-    metrics = evaluate(path, inputs)[0].metrics
+    metrics = evaluate(Config(checkpoint=path, tables=tables))[0].metrics
     labels = np.array([logged[event] for event in logged], float)
     scores = np.array([scored[event] for event in logged], float)
     for i, task in enumerate(TASKS):
@@ -206,8 +201,8 @@ def test_metrics_of_a_split_can_be_computed_from_its_recommendations(
     rows = read_rows(out)
     check_recommendation_rows(rows, tables, split, unseen=bool(unseen))
 
-    options = {"unseen": unseen} if unseen else {}
-    metrics = evaluate(path, Inputs(tables), split=split, options=options)[0].metrics
+    config = Config(checkpoint=path, tables=tables, split=split, unseen=unseen)
+    metrics = evaluate(config)[0].metrics
     first_rows = [row for row in rows if not row["target_is_known"]]
     for prefix, prefix_rows in (("", rows), ("first/", first_rows)):
         for k in (1, 10, 20):
@@ -243,27 +238,24 @@ def check_recommendation_rows(
             assert not {item_ids[item] for item in history} & set(row["item_id"])
 
 
-@pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
 def test_inference_on_ray_writes_the_same_table(
-    name: str, ray_local: None, tmp_path: Path
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = None
-    if name == "qgs":
-        tables, text = write_search(tmp_path)
-    else:
-        tables = write_actions(tmp_path, viewers=True)
-    serve_ranker({"name": name}, tmp_path, tables, text, max_history=12)
+    monkeypatch.setattr(inference, "USERS_PER_PART", 15)
+    tables, text = write_search(tmp_path)
+    serve_ranker({"name": "qgs"}, tmp_path, tables, text, max_history=12)
 
     rows_by_actors = {}
     for actors in (1, 2):
         out = str(tmp_path / f"out{actors}")
-        infer_all(
-            str(tmp_path / name),
-            Inputs(tables, text=text),
-            out,
-            InferenceOptions(users_per_part=15),
-            Workers(actors),
+        config = Config(
+            checkpoint=str(tmp_path / "qgs"),
+            tables=tables,
+            text=text,
+            batch_inference=out,
+            shards=actors,
         )
+        inference.infer_all(config)
         rows_by_actors[actors] = read_rows(out)
 
     for row, ray_row in zip(rows_by_actors[1], rows_by_actors[2], strict=True):

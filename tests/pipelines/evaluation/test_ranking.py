@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from core.schemas import Inputs, PredictionsInfo, RunRef
 from core.tables import open_table, writing
 from jobs.evaluate import Config, run
 from models.build import load_model
-from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import decode_values
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.training import checkpoint
@@ -28,10 +27,10 @@ from pipelines import tracking
 from pipelines.comparison.compare import compare
 from pipelines.comparison.tables import build_tables
 from pipelines.comparison.verdicts import measure_differences
-from pipelines.evaluation.checks import Workers
-from pipelines.evaluation.inference import InferenceOptions, infer_all
-from pipelines.evaluation.ranking import count_trained_items, evaluate
-from pipelines.evaluation.record import Result, load_test_metrics, record_result
+from pipelines.evaluation import inference
+from pipelines.evaluation.inference import infer_all
+from pipelines.evaluation.ranking import evaluate
+from pipelines.evaluation.record import load_test_metrics, record_result
 from tests.fixtures.commands import load_split, read_column, read_rows, read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
@@ -58,10 +57,11 @@ class Evaluation:
     sids: str
     uri: str
 
-    @property
-    def inputs(self) -> Inputs:
-        """The tables and semantic IDs."""
-        return Inputs(self.tables, self.sids)
+    def config(self, name: str, **options: Any) -> Config:
+        """Return the options of an evaluation of a model."""
+        sids = self.sids if name == "tiger" else None
+        path = self.checkpoint_path(name)
+        return Config(checkpoint=path, tables=self.tables, sids=sids, **options)
 
     def checkpoint_path(self, name: str) -> str:
         """Return the path of a model's checkpoint."""
@@ -137,9 +137,7 @@ def test_metrics_equal_those_of_ranking_each_user_alone(
         ranks.append(ranking.index(batch.target.item()))
         top_items += ranking[:10]
 
-    result, _ = evaluate(
-        evaluation.checkpoint_path(name), evaluation.inputs, batch_size=7
-    )
+    result, _ = evaluate(evaluation.config(name, batch_size=7))
 
     assert result.examples == len(ranks) == 60
     for k in (1, 5, 10, 20):
@@ -174,28 +172,13 @@ def count_training_targets(evaluation: Evaluation) -> Counter[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
-def test_shards_of_trained_items_add_up_to_their_counts(
-    evaluation: Evaluation, name: str
-) -> None:
-    loaded = LoadedModel.load(evaluation.checkpoint_path(name), evaluation.inputs)
-
-    shards = [count_trained_items(loaded, rank, 3) for rank in range(3)]
-
-    train_counts = count_training_targets(evaluation)
-    assert sum(shards).tolist() == [train_counts[item] for item in range(24)]
-
-
 def test_evaluation_in_shards_equals_the_whole(
     evaluation: Evaluation, ray_local: None
 ) -> None:
-    def evaluate_val(**options: Any) -> Result:
-        path = evaluation.checkpoint_path("sasrec-1")
-        return evaluate(path, Inputs(evaluation.tables), split="val", **options)[0]
-
-    whole = evaluate_val()
-    sharded = evaluate_val(workers=Workers(2))
-    remote = evaluate_val(workers=Workers(remote=True))
+    config = evaluation.config("sasrec-1", split="val")
+    whole, _ = evaluate(config)
+    sharded, _ = evaluate(replace(config, shards=2))
+    remote, _ = evaluate(config, in_ray=True)
 
     assert sharded.examples == whole.examples
     assert sharded.metrics == pytest.approx(whole.metrics)
@@ -203,29 +186,11 @@ def test_evaluation_in_shards_equals_the_whole(
     assert remote.metrics == pytest.approx(whole.metrics)
 
 
-def test_no_run_is_printed_if_its_store_is_not_used(
-    evaluation: Evaluation,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    setup = build_training(SASREC, FitConfig(), Inputs(evaluation.tables))
-    stranger = vars(RunRef("http://stranger", "retrieval/x", "0"))
-    checkpoint.save(tmp_path, setup.model, setup.checkpoint(epoch=1, tracking=stranger))
-    run(Config(checkpoint=str(tmp_path), tables=evaluation.tables))
-    output = capsys.readouterr().out
-    assert "not logged" in output
-    assert "MLflow run" not in output
-
-
 def test_results_are_logged_to_the_training_run_and_compared(
     evaluation: Evaluation, capsys: pytest.CaptureFixture
 ) -> None:
     for name in ("sasrec-1", "sasrec-2", "tiger"):
-        sids = evaluation.sids if name == "tiger" else None
-        path = evaluation.checkpoint_path(name)
-        run(Config(checkpoint=path, tables=evaluation.tables, sids=sids))
+        run(evaluation.config(name))
     assert "sasrec on test: 60 requests of 60 users, seed 1" in capsys.readouterr().out
 
     def load_metrics(name: str) -> dict[str, float]:
@@ -264,15 +229,10 @@ def test_results_are_logged_to_the_training_run_and_compared(
 def test_an_evaluation_with_other_options_is_recorded_separately(
     evaluation: Evaluation,
 ) -> None:
-    result, saved = evaluate(
-        evaluation.checkpoint_path("tiger"),
-        evaluation.inputs,
-        options={"beam": 6, "decoder": None},
-    )
-
+    result, checked = evaluate(evaluation.config("tiger", beam=6))
     result.metrics["gauc"] = math.nan
 
-    path = record_result(result, saved)
+    path = record_result(result, checked.checkpoint)
 
     assert path.endswith("evaluation-test-beam-6.json")
     content = json.loads(
@@ -291,12 +251,13 @@ def test_recommendations_of_all_users_are_written_to_a_table(
     ray_local: None,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = str(tmp_path / "out")
-    arguments = (evaluation.checkpoint_path("tiger"), evaluation.inputs, output)
-    options = InferenceOptions(k=5, batch_size=7, users_per_part=25)
+    monkeypatch.setattr(inference, "USERS_PER_PART", 25)
+    config = evaluation.config("tiger", batch_inference=output, k=5)
 
-    manifest, existed = infer_all(*arguments, options, Workers(2))
+    manifest, existed = infer_all(replace(config, batch_size=7, shards=2))
 
     assert "core_worker" not in capfd.readouterr().err
     assert not existed
@@ -315,18 +276,14 @@ def test_recommendations_of_all_users_are_written_to_a_table(
         assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
 
     # The same options find the table; others need --overwrite and no other writer.
-    same_options = InferenceOptions(k=5, users_per_part=25)
-    assert infer_all(*arguments, same_options) == (
-        open_table(output, PredictionsInfo),
-        True,
-    )
+    assert infer_all(config) == (open_table(output, PredictionsInfo), True)
     with pytest.raises(UserError, match="was made with k 5, not 4"):
-        infer_all(*arguments, InferenceOptions(k=4, users_per_part=25))
+        infer_all(replace(config, k=4))
     with (
         writing(output),
         pytest.raises(UserError, match="is being written by another process"),
     ):
-        infer_all(*arguments, InferenceOptions(k=4, users_per_part=25, overwrite=True))
+        infer_all(replace(config, k=4, overwrite=True))
 
 
 def test_recommendations_can_be_restricted_to_allowed_items(
@@ -338,17 +295,13 @@ def test_recommendations_can_be_restricted_to_allowed_items(
     item_ids = evaluation.read_item_ids()
     stock = tmp_path / "stock.txt"
     stock.write_text("\n".join(item_ids[::5]))
-    options = {
-        "checkpoint": evaluation.checkpoint_path("tiger"),
-        "tables": evaluation.tables,
-        "sids": evaluation.sids,
-        "allowed": str(stock),
-    }
+    options: dict[str, Any] = {"allowed": str(stock), "k": 24, "unseen": True}
     with pytest.raises(ValueError, match="allowed is given without batch_inference"):
-        Config(**options)
-    options |= {"batch_inference": str(tmp_path / "out"), "k": 24, "unseen": True}
+        evaluation.config("tiger", **options)
+    output = str(tmp_path / "out")
+    config = evaluation.config("tiger", batch_inference=output, **options)
 
-    run(Config(**options))
+    run(config)
 
     assert "the allowed set or the beam" in capsys.readouterr().out
     model, _ = evaluation.load("tiger")
@@ -361,11 +314,11 @@ def test_recommendations_can_be_restricted_to_allowed_items(
     ]
     assert read_rankings(tmp_path / "out") == expected
 
-    run(Config(**options))
+    run(config)
     assert "already exist" in capsys.readouterr().out
     stock.write_text("\n".join(item_ids[::6]))
     with pytest.raises(UserError, match="was made with allowed "):
-        run(Config(**options))
+        run(config)
 
 
 def test_unseen_leaves_out_the_whole_history_even_if_the_model_reads_less(
@@ -380,7 +333,8 @@ def test_unseen_leaves_out_the_whole_history_even_if_the_model_reads_less(
     path = str(tmp_path / "short")
     checkpoint.save(path, setup.model, setup.checkpoint(epoch=1))
 
-    result = run(Config(checkpoint=path, tables=evaluation.tables, unseen=True))
+    config = Config(checkpoint=path, tables=evaluation.tables, unseen=True)
+    result = run(config)
 
     examples = evaluation.load_examples("test", max_history=1000)
     hits = repeats = longest = 0
@@ -396,12 +350,7 @@ def test_unseen_leaves_out_the_whole_history_even_if_the_model_reads_less(
     assert result.metrics["recall@10"] == pytest.approx(hits / len(examples))
     assert longest > 2
     assert repeats > 0
-    infer_all(
-        path,
-        inputs,
-        str(tmp_path / "out"),
-        InferenceOptions(k=24, recommend={"unseen": True}),
-    )
+    infer_all(replace(config, batch_inference=str(tmp_path / "out"), k=24))
     item_ids = evaluation.read_item_ids()
     next_examples = evaluation.load_examples("next", max_history=1000)
     for number, ranking in enumerate(read_rankings(tmp_path / "out")):

@@ -18,11 +18,10 @@ from core.tables import read_manifest
 from models.loaded_model import LoadedModel
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from pipelines.evaluation.inference import infer_all
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import Log, load_source
 from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.commands import read_column, read_config, read_rows, read_table
+from tests.fixtures.commands import read_column, read_config, read_rows
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.shared_data
@@ -116,20 +115,6 @@ def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path: Path) -> N
     prepare(source, str(raw), tables, config, report=list, existing="append")
     info = read_manifest(f"{tables}/sequences").info
     assert min(info["requests"].values()) > 30
-
-
-def test_scores_of_a_log_without_queries_are_written(tmp_path: Path) -> None:
-    tables, _ = prepare_case("d4_search_without_query", tmp_path / "tables")
-    fit = FitConfig(batch_size=8, metric="gauc")
-    training = build_training({"name": "boosted"}, fit, Inputs(tables))
-    training.fit_in_one_pass()
-    saved = str(tmp_path / "boosted")
-    checkpoint.save(saved, training.model, training.checkpoint(epoch=1))
-
-    infer_all(saved, Inputs(tables), str(tmp_path / "scores"))
-
-    queries = read_table(str(tmp_path / "scores"))["query"]
-    assert queries.null_count == len(queries) > 0
 
 
 def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(

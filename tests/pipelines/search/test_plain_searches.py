@@ -13,6 +13,7 @@ from core.errors import UserError
 from core.schemas import Inputs
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
+from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.prepare.prepare import prepare
@@ -62,18 +63,19 @@ def prepare_pages(folder: Path, **keys: Any) -> str:
 
 def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None:
     write_pages(tmp_path)
-    tables = Inputs(prepare_pages(tmp_path))
+    tables, output = prepare_pages(tmp_path), str(tmp_path / "scores")
     fit = FitConfig(batch_size=8, metric="gauc")
-    run = build_training({"name": "boosted"}, fit, tables)
+    run = build_training({"name": "boosted"}, fit, Inputs(tables))
     run.fit_in_one_pass()
     model = str(tmp_path / "model")
     checkpoint.save(model, run.model, run.checkpoint(epoch=1))
 
-    manifest, _ = infer_all(model, tables, str(tmp_path / "scores"))
+    config = EvaluateConfig(checkpoint=model, tables=tables, batch_inference=output)
+    manifest, _ = infer_all(config)
 
-    scores = read_table(str(tmp_path / "scores"))
+    scores = read_table(output)
     assert scores["query"].to_pylist() == [None] * scores.num_rows
-    result, *_ = evaluate(model, tables)
+    result, _ = evaluate(config)
     assert manifest.info.candidates == result.metrics["candidates"] > 0
 
 
