@@ -364,9 +364,8 @@ class Executor:
 
 def fetch(shared: Shared) -> Any:
     """Return the value that `Executor.put` stored."""
-    import ray
-
-    return ray.get(shared) if isinstance(shared, ray.ObjectRef) else shared
+    ray = sys.modules.get("ray")  # the import takes half a second
+    return ray.get(shared) if ray and isinstance(shared, ray.ObjectRef) else shared
 
 
 @contextmanager
@@ -433,14 +432,17 @@ def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
                 yield block
             else:
                 tables.append(block)
-    rows = _concat(tables)
+    rows = pa.concat_tables(tables)
     del tables
     if exchange.first_kernel:
         threads = rows[KEY].to_numpy() % MAX_THREADS  # thread of each row
         rows_by_thread = [
             rows.filter(pa.array(threads == thread)) for thread in np.unique(threads)
         ]
-        rows = _concat(_map_in_threads(exchange.first_kernel, rows_by_thread))
+        del rows
+        rows = pa.concat_tables(
+            list(_map_in_threads(exchange.first_kernel, rows_by_thread))
+        )
     yield from _map_in_threads(run_kernel, _split_by_partition(rows))
 
 
@@ -454,10 +456,6 @@ def _split_by_partition(rows: pa.Table) -> Iterator[tuple[int, pa.Table]]:
             yield partition, values
         else:
             yield partition, values.filter(pa.array(key == partition))
-
-
-def _concat(tables: Iterable[pa.Table]) -> pa.Table:
-    return pa.concat_tables(list(tables)).combine_chunks()
 
 
 def _map_in_threads(

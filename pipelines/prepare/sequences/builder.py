@@ -294,20 +294,13 @@ class SequenceBuilder(ABC):
         self, requests: pl.DataFrame, behaviours: pl.DataFrame
     ) -> pl.DataFrame:
         """Add `history_end`, the number of behaviours known before each request."""
-        ends = behaviours.select(
-            "user",
-            "known",
-            history_end=pl.int_range(1, pl.len() + 1, dtype=pl.Int32).over("user"),
-        )
-        joined = requests.join_asof(
-            ends,
-            left_on="timestamp_ms",
-            right_on="known",
-            by="user",
-            allow_exact_matches=False,
-            check_sortedness=False,
-        )
-        return joined.with_columns(pl.col("history_end").fill_null(0))
+        # user and time in one sorted integer, whatever the unit of the time
+        key = pl.col("user").cast(pl.Int128) * 2**64
+        known = behaviours.select(key + pl.col("known")).to_series()
+        time = requests.select(key + pl.col("timestamp_ms")).to_series()
+        begin = behaviours["user"].search_sorted(requests["user"], side="left")
+        num_known = known.search_sorted(time, side="left") - begin
+        return requests.with_columns(history_end=num_known.cast(pl.Int32))
 
     def training_stats(
         self, requests: pl.DataFrame, behaviours: pl.DataFrame

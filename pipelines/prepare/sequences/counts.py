@@ -86,8 +86,8 @@ def window_counts(
     as_of_index = as_of_index[order]
     time = time[order]
     key_start = sort_key - rank[order]  # (E,) sort key of the key's earliest time
-    running = np.zeros((num_events + 1, num_labels), np.int64)  # sums before each event
-    np.cumsum(counted_labels[order], axis=0, dtype=np.int64, out=running[1:])
+    running = np.zeros((num_events + 1, num_labels), np.int32)  # sums before each event
+    np.cumsum(counted_labels[order], axis=0, dtype=np.int32, out=running[1:])
 
     def events_before(shift: int) -> np.ndarray:
         """Return the number (E,) of sorted events before (key, t - shift)."""
@@ -114,10 +114,10 @@ def count_features(
     `num_rates` labels after the exposures, smoothed to (count + prior * strength) /
     (exposures + strength).
     """
-    counts = counts.astype(np.float64)
+    logarithms = np.log1p(np.arange(1 + counts.max(initial=0)))[counts]
     rates = counts[:, :, 1 : 1 + num_rates] + prior * strength
     rates /= counts[:, :, :1] + strength
-    values = np.concatenate([np.log1p(counts), rates], axis=2)
+    values = np.concatenate([logarithms, rates], axis=2)
     return values.reshape(len(counts), -1)
 
 

@@ -71,7 +71,7 @@ class ActionsCounter(KeyCounter):
         """Features of a key without events: counts of 0, and rates of the prior."""
         values: dict[str, float] = {}
         num_labels = 1 + len(self.config.counted_labels)
-        counts = np.zeros((1, len(self.config.counts.windows_ms), num_labels))
+        counts = np.zeros((1, len(self.config.counts.windows_ms), num_labels), np.int32)
         features = self._rate(counts)[0]
         for key in self.config.counts.keys:
             values |= dict(zip(self.config.key_features(key), features, strict=True))

@@ -196,16 +196,16 @@ class ActionsBuilder(SequenceBuilder):
         self, requests: pl.DataFrame, behaviours: pl.DataFrame
     ) -> TrainingStats:
         """Return the sums of tasks and features over training events."""
-        train = behaviours.filter(requests["split"] == "train")
+        columns = behaviours.select(*self.custom_columns, "tasks", "features")
+        train = columns.filter(requests["split"] == "train")
         features = train["features"].to_numpy().astype(np.float64)
-        return TrainingStats(
-            TrainingValues.from_frame(train.select(self.custom_columns)),
-            {
-                "tasks": train["tasks"].to_numpy().sum(axis=0, dtype=np.int64),
-                "features": features.sum(axis=0),
-                "squares": (features**2).sum(axis=0),
-            },
-        )
+        sums = {
+            "tasks": train["tasks"].to_numpy().sum(axis=0, dtype=np.int64),
+            "features": features.sum(axis=0),
+            "squares": np.square(features, out=features).sum(axis=0),
+        }
+        custom = TrainingValues.from_frame(train.select(self.custom_columns))
+        return TrainingStats(custom, sums)
 
     def resolve(self, run: Run, events: Table[EventsInfo]) -> Self:
         """Drop tasks and inputs that are constant in training, and report them.

@@ -139,7 +139,7 @@ def never_counted(config: SearchConfig) -> dict[str, float]:
     """Return the counted features of keys without events, by name."""
     values = dict.fromkeys(QUERY_FEATURES, 0.0)
     for kind, names in counted_names(config).items():
-        counts = np.zeros((1, len(config.windows_ms), len(COUNTED[kind])))
+        counts = np.zeros((1, len(config.windows_ms), len(COUNTED[kind])), np.int32)
         features = count_features(counts, 1, config.ctr_prior, config.ctr_strength)
         values |= dict(zip(names, features[0].astype(np.float32).tolist(), strict=True))
     return values
