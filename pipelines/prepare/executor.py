@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
 from itertools import islice
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -234,8 +233,7 @@ class Executor:
         self._start_ray()
         import ray
 
-        options = {"num_cpus": 1, "name": _function_name(function)}
-        task = ray.remote(function).options(**options, **self._task_options())
+        task = ray.remote(function).options(num_cpus=1, **self._task_options())
         for call in calls:
             yield task.remote(*shared, *call)
 
@@ -302,16 +300,14 @@ class Executor:
             rows: Any = ray.data.from_items(
                 reads, override_num_blocks=exchange.num_reads
             )
-            read = _rename(partial(_read_rows, exchange), exchange.read)
+            read = partial(_read_rows, exchange)
             rows = rows.map_batches(read, **self._task_options(), **blocks)
             if exchange.first_kernel:
                 rows = rows.repartition(exchange.num_first_partitions, keys=[KEY])
-                first = exchange.first_kernel
-                rows = rows.map_batches(_rename(first, first), **blocks)
+                rows = rows.map_batches(exchange.first_kernel, **blocks)
             partitions = exchange.num_partitions + exchange.summaries
             rows = rows.repartition(partitions, keys=[KEY])
-            run = _rename(partial(_run_kernel, exchange), exchange.kernel)
-            rows = rows.map_batches(run, **blocks)
+            rows = rows.map_batches(partial(_run_kernel, exchange), **blocks)
         with _unwrap_user_errors():
             for block in rows.iter_batches(prefetch_batches=0, **blocks):
                 yield from map(pickle.loads, block[RESULT].to_pylist())
@@ -464,22 +460,3 @@ def _map_in_threads(
     """Yield `function(value)` for each value, in order."""
     with ThreadPoolExecutor(MAX_THREADS) as pool:
         yield from pool.map(function, values)
-
-
-def _function_name(function: Callable[..., Any]) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    named = function if isinstance(function, FunctionType) else type(function)
-    return named.__name__.strip("_")
-
-
-def _rename(
-    function: Callable[..., Any], like: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wrap `function` under the name of `like`, which Ray's dashboard shows."""
-
-    def run(rows: pa.Table) -> Any:
-        return function(rows)
-
-    run.__name__ = _function_name(like)
-    return run

@@ -8,16 +8,15 @@ their values from it. Each task has the whole table in memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError
-from core.schemas import AsOfFeatures, AsOfInfo
+from core.schemas import AsOfInfo
 from core.tables import Table, write_part
-from pipelines.prepare.executor import Shared
 from pipelines.prepare.reading.log import AsOf
 from pipelines.prepare.reading.reader import read_section
 from pipelines.prepare.run import Run
@@ -74,37 +73,18 @@ class AsOfTable:
     """Columns `key`, `timestamp_ms` and the features, sorted by key and time."""
 
 
-def share_items(run: Run, columns: list[str]) -> list[Shared]:
-    """Store item features for all tasks, as a table whose rows precede all events.
+def read_items(run: Run, columns: list[str]) -> list[AsOfTable]:
+    """Return item features as a table whose rows precede all events.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        columns: Columns of `items`; without any, nothing is stored.
+        columns: Columns of `items`; without any, there is no table.
     """
     if not columns:
         return []
     items = run.tables.current("items").read(["item_id", *columns])
     time = pa.repeat(pa.scalar(BEFORE_ALL_MS, pa.int64()), len(items))
-    items = items.add_column(1, "timestamp_ms", time)
-    return [run.executor.put(AsOfTable("items", "item_id", items))]
-
-
-def share_as_of(run: Run, tables: dict[str, Table[AsOfInfo]]) -> list[Shared]:
-    """Store these tables for all tasks."""
-    return [
-        run.executor.put(AsOfTable(name, table.info.key, table.read()))
-        for name, table in tables.items()
-    ]
-
-
-def as_of_info(tables: dict[str, Table[AsOfInfo]]) -> dict[str, AsOfFeatures]:
-    """Return the keys and features of these tables."""
-    return {
-        name: AsOfFeatures(
-            table.info.key, [column["name"] for column in table.schema[2:]]
-        )
-        for name, table in tables.items()
-    }
+    return [AsOfTable("items", "item_id", items.add_column(1, "timestamp_ms", time))]
 
 
 def join_as_of(
@@ -164,14 +144,3 @@ def report_missing(
                 f"{name}: {num_missing:,} of {num_events:,} events "
                 f"({num_missing / num_events:.1%}) have no earlier row"
             )
-
-
-def as_of_schema(sections: Sequence[AsOf]) -> pa.Schema:
-    """Return the schema of the features of all sections."""
-    return pa.schema(
-        [
-            section.schema.field(name)
-            for section in sections
-            for name in section.features
-        ]
-    )

@@ -26,7 +26,14 @@ import pyarrow as pa
 
 from core.errors import pluralize
 from core.options import as_base
-from core.schemas import AsOfInfo, EventsInfo, ItemsInfo, SequencesInfo, Split
+from core.schemas import (
+    AsOfFeatures,
+    AsOfInfo,
+    EventsInfo,
+    ItemsInfo,
+    SequencesInfo,
+    Split,
+)
 from core.splits import SPLITS
 from core.tables import Part, Table, write_part
 from pipelines.prepare.events.columns import (
@@ -40,12 +47,10 @@ from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.as_of import (
     PREFIX,
-    as_of_info,
-    as_of_schema,
+    AsOfTable,
     join_as_of,
     make_as_of_tables,
     report_missing,
-    share_as_of,
 )
 from pipelines.prepare.sequences.counts import KeyCounter, count_in_buckets
 from pipelines.prepare.sequences.custom_features import (
@@ -53,7 +58,7 @@ from pipelines.prepare.sequences.custom_features import (
     describe_features,
     feature_columns,
 )
-from pipelines.prepare.sequences.lookups import Lookups, share_catalogue
+from pipelines.prepare.sequences.lookups import Lookups, read_catalogue
 from pipelines.prepare.sequences.splits import assign_splits, count_splits
 from pipelines.prepare.settings.config import PrepareConfig, SequencesConfig
 
@@ -174,8 +179,10 @@ class SequenceBuilder(ABC):
     @property
     def joined_schema(self) -> pa.Schema:
         """Schema of the events with the features that are joined to them."""
-        joined = as_of_schema(list(self.source.as_of.values()))
-        return pa.schema([*self.source.schema, *joined])
+        fields = [*self.source.schema]
+        for section in self.source.as_of.values():
+            fields += [section.schema.field(name) for name in section.features]
+        return pa.schema(fields)
 
     @property
     def custom_columns(self) -> list[str]:
@@ -315,7 +322,7 @@ class SequenceBuilder(ABC):
 
         Args:
             table: Rows of `read_part` with the columns `columns`.
-            lookups: Lookups without references.
+            lookups: Tables that every part looks up.
             counted: Features of the events, for `KeyCounter.gather`; None if nothing is
                 counted.
         """
@@ -365,9 +372,12 @@ class SequenceBuilder(ABC):
         """Return the builder after passes over the events that it needs."""
         return self
 
-    def share_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
-        """Store the ids and tables that every part looks up, for all tasks."""
-        return Lookups(share_catalogue(run), as_of=tuple(share_as_of(run, as_of)))
+    def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
+        """Return the ids and tables that every part looks up."""
+        tables = [
+            AsOfTable(n, table.info.key, table.read()) for n, table in as_of.items()
+        ]
+        return Lookups(read_catalogue(run), as_of=tuple(tables))
 
     def create_counter(self, run: Run) -> KeyCounter | None:
         """Return the counter of events; the base class counts nothing."""
@@ -408,7 +418,7 @@ def make_sequences(
     started = time.perf_counter()
     builder = builder.resolve(run, events)
     parts = events.part_uris()
-    lookups = builder.share_lookups(run, as_of)
+    lookups = run.executor.put(builder.read_lookups(run, as_of))
     shared = (run.tables.table_uri("sequences"), builder, lookups)
     results: Iterator[tuple[int, BuiltPart]]
     if counter := builder.create_counter(run):
@@ -465,7 +475,10 @@ def make_sequences(
         tied_behaviours=count["tied_rows"],
         **builder.describe(run, built),
         custom=describe_features(custom, custom_columns),
-        as_of=as_of_info(as_of),
+        as_of={
+            name: AsOfFeatures(table.info.key, [c["name"] for c in table.schema[2:]])
+            for name, table in as_of.items()
+        },
     )
     sequences = run.tables.commit(
         "sequences",
@@ -489,7 +502,7 @@ def _build_and_write(
 ) -> BuiltPart:
     """Build and write the sequences of an events part, and return their statistics."""
     events = read_part(uri, builder.columns, builder.ids)
-    built = builder.build(events, lookups.fetch(), counted)
+    built = builder.build(events, lookups, counted)
     assert isinstance(built.rows, pa.Table)
     written = write_part(sequences_uri, built.rows) if built.rows.num_rows else None
     return BuiltPart(written, built.count, built.training)

@@ -25,7 +25,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.prepare.executor import KEY, Call, Exchange, Executor
+from pipelines.prepare.executor import KEY, Call, Exchange, Executor, Shared, fetch
 from pipelines.prepare.sequences.lookups import Lookups
 
 ROWS_PER_BUCKET = 2_000_000
@@ -142,7 +142,7 @@ class KeyCounter(ABC):
 
         Args:
             uri: File of the events part.
-            lookups: Lookups without references.
+            lookups: Tables that every part looks up.
 
         Returns:
             For each kind of key the key (E,) of each event as an integer, negative for
@@ -190,7 +190,7 @@ def count_in_buckets(
     parts: list[str],
     num_events: int,
     counter: KeyCounter,
-    lookups: Lookups,
+    lookups: Shared,
     build: Callable[..., Any],
     shared: Call,
 ) -> Iterator[tuple[int, Any]]:
@@ -201,7 +201,7 @@ def count_in_buckets(
         parts: Files of the events parts.
         num_events: Number of events of all parts.
         counter: Reads and counts keys.
-        lookups: Shared lookups of `counter.read_keys`.
+        lookups: Shared `Lookups` of `counter.read_keys`.
         build: Called as `build(*shared, file, rows)`, with the `rows` that
             `counter.gather` takes.
         shared: First arguments of `build`.
@@ -229,7 +229,7 @@ def exchange_keys(
     parts: list[str],
     num_events: int,
     counter: KeyCounter,
-    lookups: Lookups,
+    lookups: Shared,
     kernel: Callable[..., Any],
     shared: Call,
 ) -> Exchange:
@@ -239,7 +239,7 @@ def exchange_keys(
         parts: Files of the events parts.
         num_events: Number of events of all parts.
         counter: Reads keys.
-        lookups: Shared lookups of `counter.read_keys`.
+        lookups: Shared `Lookups` of `counter.read_keys`.
         kernel: Called as `kernel(*shared, bucket, rows)`; `split_by_kind` splits the
             rows.
         shared: First arguments of the kernel.
@@ -268,7 +268,7 @@ def choose_num_buckets(num_events: int, num_parts: int) -> int:
 def _scatter_rows(
     counter: KeyCounter,
     parts: list[str],
-    lookups: Lookups,
+    lookups: Shared,
     num_buckets: int,
     part: int,
 ) -> Iterator[pa.Table]:
@@ -276,7 +276,7 @@ def _scatter_rows(
 
     A placeholder row per part makes sure that each part is built.
     """
-    keys, columns = counter.read_keys(parts[part], lookups.fetch())
+    keys, columns = counter.read_keys(parts[part], fetch(lookups))
     columns = columns.with_row_index("row").with_columns(
         pl.lit(part, pl.Int32).alias("part")
     )

@@ -26,7 +26,6 @@ from core.schemas import ActionsInfo, AsOfInfo, EventsInfo, actions_schema
 from core.splits import SPLITS
 from core.tables import Table
 from pipelines.prepare.events.columns import read_part
-from pipelines.prepare.executor import Shared, fetch
 from pipelines.prepare.kinds.actions.features import IDS, ActionsCounter, count_time
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_feed
 from pipelines.prepare.reading.log import Log
@@ -43,7 +42,7 @@ from pipelines.prepare.sequences.custom_features import (
     describe_features,
     plain_name,
 )
-from pipelines.prepare.sequences.lookups import Lookups, share_catalogue
+from pipelines.prepare.sequences.lookups import Lookups, read_catalogue
 from pipelines.prepare.sequences.splits import (
     assign_splits,
     count_splits,
@@ -226,8 +225,8 @@ class ActionsBuilder(SequenceBuilder):
         actions = drop_constants(builder.actions, dropped)
         return replace(builder, actions=actions, labels=labels, dropped=dropped)
 
-    def share_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
-        """Store the ids, the joined tables and the attributes of items."""
+    def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
+        """Return the ids, the joined tables and the attributes of items."""
         codes: dict[str, np.ndarray] = {}
         for name in self.counter.keys:
             if name != ITEM:
@@ -235,8 +234,7 @@ class ActionsBuilder(SequenceBuilder):
                 items = run.tables.current("items").read([column])
                 values = items[column].combine_chunks().dictionary_encode()
                 codes[name] = pc.fill_null(values.indices, -1).to_numpy()
-        lookups = super().share_lookups(run, as_of)
-        return replace(lookups, attributes=run.executor.put(codes))
+        return replace(super().read_lookups(run, as_of), attributes=codes)
 
     def create_counter(self, run: Run) -> KeyCounter | None:
         """Return the counter of the keys other than the user; None without such keys.
@@ -307,11 +305,11 @@ Ranges = dict[str, tuple[float, float]]
 
 
 def _part_label_stats(
-    builder: ActionsBuilder, catalogue: Shared, uri: str
+    builder: ActionsBuilder, lookups: Lookups, uri: str
 ) -> tuple[Counter[str], Ranges, TrainingValues]:
     """Return the events per split, and statistics of training events of one part."""
     table = read_part(uri, builder.columns, IDS)
-    events = builder.open_events(table, Lookups(fetch(catalogue)))
+    events = builder.open_events(table, lookups)
     events = assign_splits(builder.select_behaviours(events, Counter()), builder.split)
     num_events: Counter[str] = Counter()
     count_splits(num_events, "events", events)
@@ -332,7 +330,7 @@ def compute_label_stats(
     run: Run, builder: ActionsBuilder, table: Table[EventsInfo]
 ) -> LabelStats:
     """Find constant tasks and inputs, and the values of viewer-side categories."""
-    shared = (builder, share_catalogue(run))
+    shared = (builder, run.executor.put(Lookups(read_catalogue(run))))
     calls = [(uri,) for uri in table.part_uris()]
     results = run.executor.map_unordered(_part_label_stats, calls, shared)
     parts = [part for _, part in results]

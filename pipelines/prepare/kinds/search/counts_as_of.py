@@ -29,8 +29,8 @@ from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.counts import exchange_keys, split_by_kind, to_columns
 from pipelines.prepare.sequences.lookups import (
     Lookups,
-    share_catalogue,
-    share_vocabulary,
+    read_catalogue,
+    read_vocabulary,
 )
 
 KEYS = {"item": ["item"], "query": ["query"], "pair": ["item", "query"]}
@@ -72,8 +72,8 @@ def make_counts(
     uri = run.tables.table_uri("counts")
     builder = SearchBuilder(run.source, run.config, items.info.split)
     counter = SearchCounter(builder, as_of_ms)
-    queries = share_vocabulary(run, "queries", "query")
-    lookups = Lookups(share_catalogue(run), queries)
+    queries = read_vocabulary(run, "queries", "query")
+    lookups = run.executor.put(Lookups(read_catalogue(run), queries))
     exchange = exchange_keys(
         events.part_uris(),
         events.rows,
@@ -121,8 +121,7 @@ def _write_bucket(
 ) -> tuple[int, Part | None, Counter[str]]:
     """Write a row per key of one bucket; return the part and the number of keys."""
     rows = split_by_kind(exchanged)
-    fetched = lookups.fetch()
-    vocabularies = {"item": fetched.catalogue, "query": fetched.queries}
+    vocabularies = {"item": lookups.catalogue, "query": lookups.queries}
     names = counted_names(counter.builder.config.search)
     names["pair"] += ["pair_gap", "pair_seen"]
     schema = counts_schema(names.values())

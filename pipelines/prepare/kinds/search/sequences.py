@@ -47,7 +47,7 @@ from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_sear
 from pipelines.prepare.reading.durations import MINUTE_MS
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
-from pipelines.prepare.sequences.as_of import share_items
+from pipelines.prepare.sequences.as_of import read_items
 from pipelines.prepare.sequences.builder import (
     BuiltTable,
     SequenceBuilder,
@@ -59,7 +59,7 @@ from pipelines.prepare.sequences.custom_features import (
     default_groups,
     item_columns,
 )
-from pipelines.prepare.sequences.lookups import Lookups, share_vocabulary
+from pipelines.prepare.sequences.lookups import Lookups, read_vocabulary
 from pipelines.prepare.sequences.splits import count_splits, require_training
 from pipelines.prepare.settings.config import PrepareConfig
 
@@ -270,11 +270,11 @@ class SearchBuilder(SequenceBuilder):
             "queries": make_queries(run, events),
         }
 
-    def share_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
-        """Store the ids, queries and joined tables that every part looks up."""
-        lookups = super().share_lookups(run, as_of)
-        items = share_items(run, self.item_columns.names)
-        queries = share_vocabulary(run, "queries", "query")
+    def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
+        """Return the ids, queries and joined tables that every part looks up."""
+        lookups = super().read_lookups(run, as_of)
+        items = read_items(run, self.item_columns.names)
+        queries = read_vocabulary(run, "queries", "query")
         return replace(lookups, queries=queries, as_of=(*lookups.as_of, *items))
 
     def create_counter(self, run: Run) -> KeyCounter | None:
