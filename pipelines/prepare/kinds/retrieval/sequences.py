@@ -14,11 +14,9 @@ from core.errors import UserError
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_interactions
-from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import BuiltTable, SequenceBuilder
 from pipelines.prepare.sequences.splits import require_training
-from pipelines.prepare.settings.config import PrepareConfig
 
 MAX_WITHOUT_HISTORY = 0.5
 """Share of training requests without a history, for any reason, that causes a
@@ -36,10 +34,6 @@ class RetrievalBuilder(SequenceBuilder):
     statistics = ("requests_without_history",)
     first_model = "tiger"
     simulated_source = "simulated"
-
-    @staticmethod
-    def check_settings(source: Log, config: PrepareConfig) -> None:
-        """Accept all settings."""
 
     @staticmethod
     def draw_log(settings: Settings) -> SimulatedLog:

@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import itemgetter
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -121,7 +122,7 @@ def _write_bucket(
 ) -> tuple[int, Part | None, Counter[str]]:
     """Write a row per key of one bucket; return the part and the number of keys."""
     rows = split_by_kind(exchanged)
-    vocabularies = {"item": lookups.catalogue, "query": lookups.queries}
+    vocabularies: dict[str, Any] = {"item": lookups.catalogue, "query": lookups.queries}
     names = counted_names(counter.builder.config.search)
     names["pair"] += ["pair_gap", "pair_seen"]
     schema = counts_schema(names.values())
