@@ -45,12 +45,6 @@ class StudentOptions(BeamOptions):
     """Codes that a student's probabilities are normalised over: the valid children of
     the prefix, or the whole codebook."""
 
-    def __post_init__(self) -> None:
-        if self.constrained is False and self.scores:
-            raise ValueError(
-                f"scores is {self.scores}, which has no effect if constrained is false"
-            )
-
 
 @dataclass(config=STRICT)
 class AtSpeedOptions(RecommendOptions):

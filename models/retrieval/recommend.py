@@ -20,7 +20,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,11 +36,14 @@ from models.training.cuda_graphs import CudaGraphs, compile_per_shape
 Ranked = tuple[Tensor, Tensor]
 """Items and scores, (B, k) both, best first."""
 
+Found = TypeVar("Found", bound=tuple[Tensor, ...])
+"""Items and scores, (B, k) both, and further results by request."""
+
 UNLIMITED_HISTORY = 2**31 - 1
 """A `max_history` that no history exceeds."""
 
 
-def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
+def recommender(search: Callable[..., Found]) -> Callable[..., Found]:
     """Wrap `search(self, batch, k, ...)` as a model's `recommend`.
 
     The wrapper takes the same arguments, the options of `RecommendOptions`, and
@@ -53,13 +56,13 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
         self: Any,
         batch: HistoryBatch,
         k: int,
-        *args: Any,
+        *,
         allowed: Tensor | None = None,
         unseen: bool | None = None,
         precision: str | None = None,
         compile: bool | None = None,
         **options: Any,
-    ) -> Ranked:
+    ) -> Any:
         device = batch.device
         if not len(batch.history):
             items = torch.zeros((0, k), dtype=torch.long, device=device)
@@ -72,15 +75,14 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
         latest = truncate_history(batch, self.config.max_history)
         latest = replace(latest, allowed=allowed)
 
-        def run_search(histories: HistoryBatch) -> Ranked:
-            return search(self, histories, num_items, *args, **options)
+        def run_search(histories: HistoryBatch) -> Any:
+            return search(self, histories, num_items, **options)
 
         if device.type == "cuda":
             graphs_name = (
-                f"graphs of {num_items} {args} {sorted(options.items())} "
-                f"{precision} {compile}"
+                f"graphs of {num_items} {sorted(options.items())} {precision} {compile}"
             )
-            items, scores = _search_by_graph(
+            items, scores, *others = _search_by_graph(
                 self,
                 graphs_name,
                 latest,
@@ -89,11 +91,11 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
                 bool(compile),
             )
         else:
-            items, scores = run_search(latest)
-            check_finite(scores, tail=True)
+            items, scores, *others = run_search(latest)
+        check_finite(scores, tail=True)
         if unseen:
-            return drop_history_items(items, scores, batch, k)
-        return items, scores
+            items, scores = drop_history_items(items, scores, batch, k)
+        return items, scores, *others
 
     return torch.no_grad()(recommend)
 
@@ -107,19 +109,19 @@ def _search_by_graph(
     model: Any,
     name: str,
     batch: HistoryBatch,
-    search: Callable[[HistoryBatch], Ranked],
+    search: Callable[[HistoryBatch], Any],
     precision: str,
     fuse: bool,
-) -> Ranked:
+) -> list[Tensor]:
     """Run a search on a GPU through a CUDA graph of the batch's shape."""
     padded = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
 
-    def make_graphs() -> CudaGraphs[Ranked]:
+    def make_graphs() -> CudaGraphs[Any]:
         # the first run computes tensors derived from the weights outside of a graph
         search(padded)
         run = compile_per_shape(search) if fuse else search
 
-        def run_with_precision(histories: HistoryBatch) -> Ranked:
+        def run_with_precision(histories: HistoryBatch) -> Any:
             with matmul_precision(precision):
                 return run(histories)
 
@@ -127,10 +129,8 @@ def _search_by_graph(
 
     rows = len(batch.history)
     with GRAPH_LOCK:
-        items, scores = cache_until_changed(model, name, make_graphs)(padded)
-        items, scores = items[:rows].clone(), scores[:rows].clone()
-    check_finite(scores, tail=True)
-    return items, scores
+        found = cache_until_changed(model, name, make_graphs)(padded)
+        return [values[:rows].clone() for values in found]
 
 
 def required_history(max_history: int, options: Mapping[str, Any]) -> int:

@@ -23,6 +23,7 @@ Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.options import STRICT
-from models.metrics.scores import check_finite
 from models.retrieval import metrics
 from models.retrieval.atspeed.speculative import (
     Speculation,
@@ -40,21 +40,21 @@ from models.retrieval.atspeed.speculative import (
     Tree,
     mix_bits,
     speculative_search,
+    take_rows,
 )
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require
 from models.retrieval.options import AtSpeedOptions, Scores
 from models.retrieval.parts import History, real_positions
-from models.retrieval.recommend import drop_history_items, recommender, truncate_history
+from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import T5Backbone
 from models.training.distributed import global_mean
 
 MAX_TREE_SCORES = 2**26
-"""Most attention scores of a layer over trees at once; larger batches are split by
-user."""
+"""Most attention scores of a layer over trees at once; larger batches are split."""
 
 TOP_CODES = 20
 """Number K of the draft's likeliest codes that `strict_loss` aligns (the AtSpeed
@@ -142,82 +142,60 @@ def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * difference.abs().sum(-1).mean()
 
 
-class T5Target:
-    """A `Target` of speculative search over a T5 decoder and encoded histories.
+@torch.no_grad()
+def score_tree(
+    decoder: T5Decoder, history: History, tree: Tree, first: int
+) -> list[Tensor]:
+    """Compute log-probabilities of the next code after each prefix, in one pass.
 
-    One pass reads a tree of prefixes. All prefixes of a user are positions of one
-    sequence. A mask restricts the attention of each prefix to itself and its ancestors,
-    and the relative position bias depends on the prefix's length instead of its
-    position.
+    All prefixes of a user are positions of one sequence. A mask restricts the attention
+    of each prefix to itself and its ancestors, and the relative position bias depends
+    on the prefix's length instead of its position.
 
-    Shapes: `R` users of a tree, `T` prefixes of a user, `W_l` of them with l codes.
+    Args:
+        decoder: The target, whose scorer normalises log-probabilities in the same way.
+        history: Histories of R users.
+        tree: Prefixes of the users; with the empty prefix they are T positions.
+        first: Least length of the prefixes to score.
+
+    Returns:
+        (R, W_l, C_l) for every length l from `first` to the longest.
     """
-
-    def __init__(self, decoder: T5Decoder, history: History) -> None:
-        self.decoder, self.history = decoder, history
-
-    @torch.no_grad()
-    def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
-        """Return log-probabilities of the next code, as `Target.__call__`.
-
-        Log-probabilities are normalised as by the decoder's scorer.
-        """
-        num_prefixes = 1 + sum(codes.shape[1] for codes in tree.codes)
-        scores_per_user = self.decoder.stack.sizes.num_heads * num_prefixes**2
-        num_users = max(1, MAX_TREE_SCORES // scores_per_user)
-        parts = []
-        for part in torch.arange(len(rows), device=rows.device).split(num_users):
-            part_tree = Tree(
-                [parents[part] for parents in tree.parents],
-                [codes[part] for codes in tree.codes],
-            )
-            history = self.history.rows(rows[part])
-            parts.append(self._log_probs(history, part_tree, first))
-        return [torch.cat(level_parts) for level_parts in zip(*parts, strict=True)]
-
-    def _log_probs(self, history: History, tree: Tree, first: int) -> list[Tensor]:
-        """Return the result of `__call__` for all users of `history` at once."""
-        decoder, tokens = self.decoder, self.decoder.tokens
-        device = history.lengths.device
-        widths = [1, *(codes.shape[1] for codes in tree.codes)]
-        # T5's start token is padding, 0
-        inputs = [torch.zeros_like(history.lengths).unsqueeze(1)]
-        for level, codes in enumerate(tree.codes):
-            inputs.append(codes + tokens.first[level])
-        bias = None
-        if decoder.stack.blocks[0].has_attention:
-            lengths = [
-                torch.full((width,), length, device=device)
-                for length, width in enumerate(widths)
-            ]
-            length = torch.cat(lengths)  # (T,) number of codes of each prefix
-            is_ancestor = torch.eye(len(length), dtype=torch.bool, device=device)
-            is_ancestor = is_ancestor.repeat(len(history.lengths), 1, 1)  # (R, T, T)
-            parent_rows = is_ancestor[:, :1]  # of the prefixes one code shorter
-            begin = 1
-            for parents in tree.parents:
-                end = begin + parents.shape[1]
-                index = parents.unsqueeze(-1).expand(-1, -1, len(length))
-                is_ancestor[:, begin:end] |= parent_rows.gather(1, index)
-                parent_rows = is_ancestor[:, begin:end]
-                begin = end
-            length_bias = decoder.stack.position_bias(len(widths))[0]
-            bias = length_bias[:, length[:, None], length]  # (H, T, T)
-            bias = bias.masked_fill(~is_ancestor.unsqueeze(1), -torch.inf)
-        embedded = decoder.embedding(torch.cat(inputs, 1))  # (R, T, D)
-        states = decoder.stack(embedded, bias, 0.0, history.states, history.padding)
-        scale = decoder.stack.sizes.d_model**-0.5  # as in T5 with tied embeddings
-        by_length = (states * scale).split(widths, 1)
-        log_probs = []
-        for level in range(first, len(widths)):
-            logits = functional.linear(by_length[level], decoder.embedding.weight)
-            logits = logits.float()
-            codebook = tokens.first[level], tokens.sizes[level]
-            if decoder.codebook_scores:
-                log_probs.append(logits.narrow(-1, *codebook).log_softmax(-1))
-            else:
-                log_probs.append(logits.log_softmax(-1).narrow(-1, *codebook))
-        return log_probs
+    tokens, num_users, device = (
+        decoder.tokens,
+        len(history.lengths),
+        history.lengths.device,
+    )
+    widths = [1, *(codes.shape[1] for _, codes in tree)]
+    # T5's start token is padding, 0
+    inputs = [torch.zeros_like(history.lengths).unsqueeze(1)]
+    inputs += [codes + tokens.first[level] for level, (_, codes) in enumerate(tree)]
+    bias = None
+    if decoder.stack.blocks[0].has_attention:
+        length = torch.arange(len(widths), device=device)
+        # (T,) number of codes of each prefix
+        length = length.repeat_interleave(torch.tensor(widths, device=device))
+        itself = torch.eye(len(length), dtype=torch.bool, device=device)
+        is_ancestor = list(itself.repeat(num_users, 1, 1).split(widths, 1))
+        for level, (parents, _) in enumerate(tree):
+            is_ancestor[level + 1] |= take_rows(is_ancestor[level], parents)
+        length_bias = decoder.stack.position_bias(len(widths))[0]
+        bias = length_bias[:, length[:, None], length]  # (H, T, T)
+        mask = ~torch.cat(is_ancestor, 1).unsqueeze(1)  # (R, 1, T, T)
+        bias = bias.masked_fill(mask, -torch.inf)
+    embedded = decoder.embedding(torch.cat(inputs, 1))  # (R, T, D)
+    states = decoder.stack(embedded, bias, 0.0, history.states, history.padding)
+    scale = decoder.stack.sizes.d_model**-0.5  # as in T5 with tied embeddings
+    by_length = (states * scale).split(widths, 1)
+    log_probs = []
+    for level in range(first, len(widths)):
+        logits = functional.linear(by_length[level], decoder.embedding.weight).float()
+        codebook = tokens.first[level], tokens.sizes[level]
+        if decoder.codebook_scores:
+            log_probs.append(logits.narrow(-1, *codebook).log_softmax(-1))
+        else:
+            log_probs.append(logits.log_softmax(-1).narrow(-1, *codebook))
+    return log_probs
 
 
 class AtSpeed(Student):
@@ -273,7 +251,7 @@ class AtSpeed(Student):
                 losses.append(config.alpha * loss)
         return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}
 
-    @torch.no_grad()
+    @recommender
     def speculate(
         self,
         batch: HistoryBatch,
@@ -285,6 +263,8 @@ class AtSpeed(Student):
         seed: int | None = None,
     ) -> SpeculativeResult:
         """Search speculatively. Arguments that are None default to the config.
+
+        The requests are searched in pieces whose trees have at most `MAX_TREE_SCORES`.
 
         Args:
             batch: Histories of B requests.
@@ -300,7 +280,6 @@ class AtSpeed(Student):
             steps per request.
         """
         config = self.config
-        batch = truncate_history(batch, config.max_history)
         options = Speculation(
             beam=config.beam if beam is None else beam,
             draft_beam=config.draft_beam if draft_beam is None else draft_beam,
@@ -314,19 +293,34 @@ class AtSpeed(Student):
         elif seed is not None:
             raise ValueError(f"seed {seed} has no effect, as AtSpeed-S does not sample")
         history = self.infer(batch)
-        result = speculative_search(
-            T5Target(self.reused, history),
-            lambda rows: self.decoder.scorer(history.rows(rows)),
-            self.trie,
-            len(history.lengths),
-            k,
-            options,
-            keys,
-        )
-        check_finite(result.scores, tail=True)
-        return result
+        width = max(options.beam, options.draft_beam)
+        num_prefixes = 1 + (self.trie.levels - 1) * width
+        scores_per_user = self.reused.stack.sizes.num_heads * num_prefixes**2
+        size = max(1, MAX_TREE_SCORES // scores_per_user)
+        pieces = []
+        for first in range(0, len(history.lengths), size):
+            index = slice(first, first + size)
+            piece = history.rows(index)
+            pieces.append(
+                speculative_search(
+                    partial(self._verify, piece),
+                    lambda rows, piece=piece: self.decoder.scorer(piece.rows(rows)),
+                    self.trie,
+                    len(piece.lengths),
+                    k,
+                    options,
+                    None if keys is None else keys[index],
+                )
+            )
+        columns = zip(*pieces, strict=True)
+        return SpeculativeResult(*(torch.cat(column) for column in columns))
 
-    @recommender
+    def _verify(
+        self, history: History, rows: Tensor, tree: Tree, first: int
+    ) -> list[Tensor]:
+        """Return the target's log-probabilities after the prefixes of some requests."""
+        return score_tree(self.reused, history.rows(rows), tree, first)
+
     def recommend(
         self, batch: HistoryBatch, k: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
@@ -341,39 +335,26 @@ class AtSpeed(Student):
             Items and scores, (B, k) both, best first. If fewer than k items are found,
             the tail is item -1 with score -inf.
         """
-        result = self.speculate(batch, k, **options)
-        return result.items, result.scores
+        items, scores, *_ = self.speculate(batch, k, **options)
+        return items, scores
 
     def measure(
         self,
         batch: RequestBatch,
         by_user: int = 0,
         shown: Tensor | None = None,
-        unseen: bool | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Return the sums of the kind's metrics, and of target passes and steps.
 
-        Args:
-            batch: Requests with their targets.
-            by_user: As in `RetrievalModel.measure`.
-            shown: As in `RetrievalModel.measure`.
-            unseen: Whether to drop items of the history.
-            options: Other options of `recommend`.
+        The arguments are those of `RetrievalModel.measure`.
         """
-        k = max(metrics.CUTOFFS)
-        max_dropped = batch.history.shape[1] if unseen else 0
-        result = self.speculate(batch, k + max_dropped, **options)
-        items = result.items
-        if unseen:
-            items, _ = drop_history_items(items, result.scores, batch, k)
+        items, _, *counts = self.speculate(batch, max(metrics.CUTOFFS), **options)
         sums = metrics.measure_ranking(items, batch, by_user, shown)
-        counts = {
-            "drafted": result.drafted,
-            "accepted": result.accepted,
-            "target_passes": result.passes,
-        }
-        return sums | {name: float(count.sum()) for name, count in counts.items()}
+        counts = counts or [items.new_zeros(0)] * 3  # of an empty batch
+        names = ("target_passes", "drafted", "accepted")
+        totals = zip(names, (float(count.sum()) for count in counts), strict=True)
+        return sums | dict(totals)
 
     @classmethod
     def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:

@@ -43,8 +43,8 @@ beams, `M` children of the widest node, `P = W * M` pairs of a beam and its next
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,37 +58,14 @@ from models.retrieval.search.trie import Trie
 Draft = Callable[[Tensor], Scorer]
 """Makes the draft's scorer for requests, given by their indices (R,)."""
 
+Tree = list[tuple[Tensor, Tensor]]
+"""Prefixes of R requests by length, without the empty prefix: (R, W_l) index of each
+prefix's parent among the shorter prefixes, and (R, W_l) last code of each prefix."""
 
-@dataclass(frozen=True)
-class Tree:
-    """Prefixes of R requests by length, without the empty prefix."""
-
-    parents: list[Tensor] = field(default_factory=list)
-    """(R, W_l) per length: index of each prefix's parent among the shorter prefixes."""
-    codes: list[Tensor] = field(default_factory=list)
-    """(R, W_l) per length: last code of each prefix."""
-
-    def add(self, parents: Tensor, codes: Tensor) -> None:
-        """Append prefixes that are one code longer, (R, W_l) both."""
-        self.parents.append(parents)
-        self.codes.append(codes)
-
-
-class Target(Protocol):
-    """The model that verifies drafts."""
-
-    def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
-        """Compute log-probabilities of the next code after each prefix, in one pass.
-
-        Args:
-            rows: (R,) indices of the requests.
-            tree: Prefixes of the requests.
-            first: Least length of the prefixes to score.
-
-        Returns:
-            (R, W_l, C_l) for every length l from `first` to the longest.
-        """
-        ...
+Target = Callable[[Tensor, Tree, int], list[Tensor]]
+"""Computes the target's log-probabilities (R, W_l, C_l) of the next code after each
+prefix, in one pass, given the indices (R,) of the requests, their prefixes, and the
+least length of the prefixes to score."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +119,6 @@ class Drafts(NamedTuple):
 
     node: Tensor
     """(R, N) nodes in the trie."""
-    parent: Tensor
-    """(R, N) index of each prefix's parent among the shorter prefixes; unused at the
-    start of a pass."""
     score: Tensor
     """(R, N) sum of the draft's log-probabilities, added to the target's score at the
     start of the pass."""
@@ -186,13 +160,12 @@ def speculative_search(
     # per length: beams from which a pass has to start
     waiting: list[list[Beams]] = [[] for _ in range(trie.levels)]
     waiting[0].append(Beams(all_rows, root[..., None][..., :0], root, root.float()))
-    for length, parts in enumerate(waiting):
+    for parts in waiting:
         columns = zip(*(part for part in parts if len(part.rows)), strict=True)
         joined = [torch.cat(column) for column in columns]
         if joined:
             beams = Beams(*joined)
-            noise = None if keys is None else Noise(keys[beams.rows], length)
-            _run_pass(target, draft, trie, options, noise, beams, waiting, result)
+            _run_pass(target, draft, trie, options, keys, beams, waiting, result)
     return result
 
 
@@ -201,14 +174,14 @@ def _run_pass(
     draft: Draft,
     trie: Trie,
     options: Speculation,
-    noise: Noise | None,
+    keys: Tensor | None,
     beams: Beams,
     waiting: list[list[Beams]],
     result: SpeculativeResult,
 ) -> None:
     """Draft, verify, and advance each request as far as its drafts are accepted."""
     length = beams.codes.shape[2]
-    tree, drafts = _draft(draft, trie, beams, options, noise)
+    tree, drafts = _draft(draft, trie, beams, options, keys)
     verified = target(beams.rows, tree, length)
     result.passes[beams.rows] += 1
     result.drafted[beams.rows] += len(drafts) - 1
@@ -219,14 +192,14 @@ def _run_pass(
     prefix = beam.expand(beams.node.shape)
     for step, tree_log_probs in enumerate(verified):
         level = length + step
-        level_noise = None if noise is None else noise.at_level(row, level)
+        noise = None if keys is None else Noise(keys[beams.rows], length, level)
         # pairs of a beam and one of its children, ordered by beam and child: (R, P)
         scores, edge, code = score_pairs(
             trie,
             level,
             beams.node,
             beams.score,
-            _take_rows(tree_log_probs[row], prefix),
+            take_rows(tree_log_probs[row], prefix),
             options.children,
             options.allowed,
         )
@@ -235,8 +208,8 @@ def _run_pass(
         if level == trie.levels - 1:
             k = result.items.shape[1]
             count = max(options.beam, k)
-            if level_noise is not None and count < scores.shape[1]:
-                sampled = select(scores + level_noise.gumbel(edge), count)
+            if noise is not None and count < scores.shape[1]:
+                sampled = select(scores + noise.gumbel(edge), count)
                 others = torch.full_like(scores, -torch.inf)
                 scores = others.scatter_(1, sampled, scores.gather(1, sampled))
             position, score = top_k(scores, k)
@@ -249,67 +222,50 @@ def _run_pass(
         missing = (0, max(0, width - scores.shape[1]))
         scores = functional.pad(scores, missing, value=-torch.inf)
         edge, code = functional.pad(edge, missing), functional.pad(code, missing)
-        num_pairs = scores.shape[1]
         is_drafted = step + 1 < len(drafts)
         if is_drafted:
-            current, following = drafts[step], drafts[step + 1]
-            # (R, N): beam of each drafted prefix, -1 for none; missing beams go to an
-            # extra column
-            num_prefixes = current.node.shape[1]
-            index = torch.where(beams.score > -torch.inf, prefix, num_prefixes)
-            beam_of_prefix = prefix.new_full((len(row), num_prefixes + 1), -1)
-            beam = torch.arange(num_beams, device=row.device).expand(prefix.shape)
-            beam_of_prefix = beam_of_prefix.scatter_(1, index, beam)[:, :-1]
-            parent = following.parent[row]
-            parent_beam = beam_of_prefix.gather(1, parent)
-            parent_node = current.node[row].gather(1, parent)
-            child = following.node[row] - trie.offsets(level)[parent_node]
-            is_pair = (parent_beam >= 0) & (following.score[row] > -torch.inf)
-            # (R, N): pair of each drafted prefix of the next length, P for none
-            pair_of_draft = torch.where(
-                is_pair, parent_beam * per_beam + child, num_pairs
-            )
-        if is_drafted and level_noise is not None:
+            following = drafts[step + 1]
+            is_missing = following.score[row] == -torch.inf
+            drafted = following.node[row].masked_fill(is_missing, -1)  # (R, N)
+        if is_drafted and noise is not None:
+            current = drafts[step]
             draft_scores, _, _ = score_pairs(
                 trie,
                 level,
                 beams.node,
                 current.score[row].gather(1, prefix),
-                _take_rows(current.log_probs[row], prefix),
+                take_rows(current.log_probs[row], prefix),
                 options.children,
                 options.allowed,
             )
-            missing = (0, num_pairs - draft_scores.shape[1])
-            draft_scores = functional.pad(draft_scores, missing)
+            draft_scores = functional.pad(
+                draft_scores, (0, scores.shape[1] - draft_scores.shape[1])
+            )
             draft_scores = draft_scores.masked_fill(scores == -torch.inf, -torch.inf)
             position = select_published(
                 p=_softmax(scores),
                 q=_softmax(draft_scores),
-                pair_of_draft=pair_of_draft,
+                is_drafted=_find_nodes(drafted, edge) >= 0,
                 beam=width,
-                noise=level_noise,
+                noise=noise,
                 edge=edge,
             )
-        elif level_noise is not None:
-            position = select(scores + level_noise.gumbel(edge), width)
+        elif noise is not None:
+            position = select(scores + noise.gumbel(edge), width)
         else:
             position = select(scores, width)
         parent = (position // per_beam).clamp(max=num_beams - 1)
         newest = code.gather(1, position).unsqueeze(-1)
         beams = Beams(
             rows=beams.rows,
-            codes=torch.cat([_take_rows(beams.codes, parent), newest], -1),
+            codes=torch.cat([take_rows(beams.codes, parent), newest], -1),
             node=edge.gather(1, position),
             score=scores.gather(1, position),
         )
         if not is_drafted:
             waiting[level + 1].append(beams)
             return
-        # (R, P): drafted prefix of each pair, -1 for pairs without a draft
-        draft_of_pair = prefix.new_full((len(row), num_pairs + 1), -1)
-        index = torch.arange(pair_of_draft.shape[1], device=row.device)
-        draft_of_pair.scatter_(1, pair_of_draft, index.expand(pair_of_draft.shape))
-        prefix = draft_of_pair[:, :-1].gather(1, position)
+        prefix = _find_nodes(drafted, beams.node)
         accepted = ((prefix >= 0) | (beams.score == -torch.inf)).all(1)
         waiting[level + 1].append(Beams(*(x[~accepted] for x in beams)))
         beams = Beams(*(x[accepted] for x in beams))
@@ -321,13 +277,13 @@ def _run_pass(
 
 
 def _draft(
-    draft: Draft, trie: Trie, beams: Beams, options: Speculation, noise: Noise | None
+    draft: Draft, trie: Trie, beams: Beams, options: Speculation, keys: Tensor | None
 ) -> tuple[Tree, list[Drafts]]:
     """Draft a tree from the target's beams."""
-    tree, length = Tree(), beams.codes.shape[2]
+    tree: Tree = []
+    length = beams.codes.shape[2]
     last = min(length + options.steps, trie.levels - 1)
-    node = parent = beams.node  # the first drafts have no parents
-    score = beams.score
+    node, score = beams.node, beams.score
     drafts = []
     log_probs = score.unsqueeze(-1)
     if last > length:
@@ -337,34 +293,41 @@ def _draft(
     # the first codes of the tree, and of the draft's search, are the target's
     for level in range(length):
         index = beam if level else torch.zeros_like(beam)
-        tree.add(index.expand(node.shape), beams.codes[..., level])
+        tree.append((index.expand(node.shape), beams.codes[..., level]))
         if last > length:
-            log_probs = scorer.step(tree.parents[-1], tree.codes[-1])
+            log_probs = scorer.step(*tree[-1])
     for level in range(length, last):
-        drafts.append(Drafts(node, parent, score, log_probs))
+        drafts.append(Drafts(node, score, log_probs))
         scores, edge, token = score_pairs(
             trie, level, node, score, log_probs, options.children, options.allowed
         )
         width = max(options.draft_beam, options.beam)
         count = min(width, trie.edges[level], scores.shape[1])
-        if noise is None:
+        if keys is None:
             position = select(scores, count)
         else:
-            gumbel = noise.at_level(None, level).gumbel(edge, "drafts")
-            position, _ = top_k(scores + gumbel, count)
+            noise = Noise(keys[beams.rows], length, level)
+            position, _ = top_k(scores + noise.gumbel(edge, "drafts"), count)
         parent = position // (scores.shape[1] // node.shape[1])
         node = edge.gather(1, position)
         score = scores.gather(1, position)
-        code = token.gather(1, position)
-        tree.add(parent, code)
+        tree.append((parent, token.gather(1, position)))
         if level + 1 < last:
-            log_probs = scorer.step(parent, code)
+            log_probs = scorer.step(*tree[-1])
     # NaN scores of a draft do not show in the results
     check_finite(score, tail=True)
-    return tree, [*drafts, Drafts(node, parent, score, log_probs[..., :0])]
+    return tree, [*drafts, Drafts(node, score, log_probs[..., :0])]
 
 
-def _take_rows(values: Tensor, index: Tensor) -> Tensor:
+def _find_nodes(nodes: Tensor, wanted: Tensor) -> Tensor:
+    """Return the index in `nodes` (R, N) of each wanted node (R, P), -1 for none."""
+    ascending, order = nodes.sort(1)
+    index = torch.searchsorted(ascending, wanted).clamp(max=nodes.shape[1] - 1)
+    is_found = ascending.gather(1, index) == wanted
+    return torch.where(is_found, order.gather(1, index), -1)
+
+
+def take_rows(values: Tensor, index: Tensor) -> Tensor:
     """Return the rows `index` (R, W) of `values` (R, N, C): (R, W, C)."""
     return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
@@ -375,14 +338,14 @@ def _softmax(scores: Tensor) -> Tensor:
 
 
 def select_published(
-    p: Tensor, q: Tensor, pair_of_draft: Tensor, beam: int, noise: Noise, edge: Tensor
+    p: Tensor, q: Tensor, is_drafted: Tensor, beam: int, noise: Noise, edge: Tensor
 ) -> Tensor:
     """Select pairs by the rule of the AtSpeed paper.
 
     Args:
         p: (R, P) distribution of the target.
         q: (R, P) distribution of the draft.
-        pair_of_draft: (R, N) pair of each drafted prefix, P for none.
+        is_drafted: (R, P) whether each pair is a drafted prefix.
         beam: Number of pairs to select.
         noise: Random numbers of the requests.
         edge: (R, P) edges, which identify the pairs for the noise.
@@ -390,8 +353,6 @@ def select_published(
     Returns:
         (R, beam) indices of the selected pairs in ascending order.
     """
-    is_drafted = torch.zeros_like(functional.pad(p, (0, 1)), dtype=torch.bool)
-    is_drafted = is_drafted.scatter_(1, pair_of_draft, True)[:, :-1]
     is_accepted = is_drafted & (noise.uniform(edge, "accept") * q < p)
     residual = torch.where(is_accepted, 0.0, p - q).clamp(min=0)
     gumbel = noise.gumbel(edge)
@@ -412,21 +373,16 @@ class Noise:
     SALTS: ClassVar = {"drafts": 1, "accept": 2, "beams": 4}
     """Uses of numbers, which have independent numbers, and their salts up to 4."""
 
-    def __init__(self, keys: Tensor, length: int, level: int = 0) -> None:
-        """Start the numbers of a pass.
+    def __init__(self, keys: Tensor, length: int, level: int) -> None:
+        """Start the numbers of a level.
 
         Args:
             keys: (R,) int64 keys of the requests.
             length: Length of the beams at the start of the pass.
             level: Level of the children.
         """
-        self.keys = keys
-        self.length = length
-        self.level = level
-
-    def at_level(self, row: Tensor | None, level: int) -> Noise:
-        """Return the noise of the requests `row` (None for all) at a level."""
-        return Noise(self.keys if row is None else self.keys[row], self.length, level)
+        self.keys = mix_bits(keys)
+        self.salt = (length * 64 + level) * 4
 
     def uniform(self, ids: Tensor, use: str) -> Tensor:
         """Return uniform numbers (R, P) in (0, 1), float64.
@@ -435,8 +391,7 @@ class Noise:
             ids: (R, P) ids, such as edges; equal ids of a request have equal numbers.
             use: A key of `SALTS`.
         """
-        salt = (self.length * 64 + self.level) * 4 + self.SALTS[use]
-        request = mix_bits(mix_bits(self.keys) + salt).unsqueeze(1)
+        request = mix_bits(self.keys + self.salt + self.SALTS[use]).unsqueeze(1)
         bits = mix_bits(request + (ids + 1) * GOLDEN_RATIO)
         # the highest 53 bits, as a float64 has
         return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53

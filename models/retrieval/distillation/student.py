@@ -178,8 +178,12 @@ class Student(TaughtModel, Retriever):
             return self.backbone.encode(batch)
 
     def infer(self, batch: HistoryBatch) -> History:
-        """Return the states of `encode`, cached or computed as fast as possible."""
-        return self.read_cache("encoder", batch) or self.backbone.infer(batch)
+        """Return the states of `encode`, computed as fast as possible.
+
+        A reused decoder may need more of the teacher than the cache stores.
+        """
+        cached = None if self.config.m else self.read_cache("encoder", batch)
+        return cached or self.backbone.infer(batch)
 
     def scorer(self, history: History) -> Scorer:
         """Return the decoder's scorer, after the teacher's for the first m levels."""

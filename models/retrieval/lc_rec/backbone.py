@@ -24,6 +24,11 @@ Segment = tuple[Tensor, Tensor]
 """Tokens (B, n), and a mask (B, n) of the tokens that are not padding."""
 
 
+def full_segment(tokens: Tensor) -> Segment:
+    """Return a segment of tokens (B, n) without padding."""
+    return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+
 def concat_segments(segments: list[Segment]) -> Segment:
     """Concatenate segments and move all padding to the end of the rows.
 
@@ -108,15 +113,11 @@ class LmBackbone(Backbone):
         """Return the tokens (..., L) of the codes of `items` (...)."""
         return self.vocabulary + self.tokens.items[items.clamp(min=0)]
 
-    def response(self, items: Tensor) -> Segment:
-        """Return a segment (B, L) with the codes of one item per row, `items` (B,)."""
-        tokens = self.item_tokens(items)
-        return tokens, torch.ones_like(tokens, dtype=torch.bool)
-
-    def repeat_words(self, words: Tensor, num_rows: int) -> Segment:
-        """Return a segment (rows, n) with the `words` (n,) in each row."""
-        tokens = words.expand(num_rows, -1)
-        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+    def surround(self, before: Tensor, middle: Segment, after: Tensor) -> list[Segment]:
+        """Return the segments of a prompt with words (n,) around an input (B, m)."""
+        rows = len(middle[0])
+        before, after = before.expand(rows, -1), after.expand(rows, -1)
+        return [full_segment(before), middle, full_segment(after)]
 
     def history_tokens(self, batch: HistoryBatch) -> Segment:
         """Return the codes of each history, with the words between items.
@@ -135,12 +136,7 @@ class LmBackbone(Backbone):
 
     def prompts(self, batch: HistoryBatch) -> list[Segment]:
         """Return the segments of the prompt of each request."""
-        rows = len(batch.history)
-        return [
-            self.repeat_words(self.before, rows),
-            self.history_tokens(batch),
-            self.repeat_words(self.after, rows),
-        ]
+        return self.surround(self.before, self.history_tokens(batch), self.after)
 
     def inputs(self, batch: HistoryBatch) -> Segment:
         """Return the tokens (B, S) of the prompts and their lengths (B,)."""

@@ -12,12 +12,12 @@ far.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from core.errors import UserError
 from models.retrieval.lc_rec.backbone import LmBackbone
 from models.retrieval.parts import Decoder, History, Memory
 
@@ -72,7 +72,7 @@ class LmDecoder(Decoder):
         The first is the last state of the prompt; the others are the states of all
         codes but the last.
         """
-        memory, query = require_prompt(history)
+        query, memory = cast(Tensor, history.query), cast(Memory, history.memory)
         num_codes = self.tokens.levels - 1
         if num_codes == 0:  # the only code follows the prompt
             return query.unsqueeze(1)
@@ -121,22 +121,13 @@ def prompt_mask(history: History) -> Tensor:
     return index < history.lengths[:, None, None]
 
 
-def require_prompt(history: History) -> tuple[Memory, Tensor]:
-    """Return the keys and values of the prompt, and its last state (B, D)."""
-    if history.memory is None or history.query is None:
-        raise UserError(
-            "decoding by a language model needs the keys and values of the prompt, "
-            "which the teacher cache does not store"
-        )
-    return history.memory, history.query
-
-
 class LmScorer:
     """A `Scorer` over each level's codebook."""
 
     def __init__(self, decoder: LmDecoder, history: History) -> None:
         self.decoder, self.lengths = decoder, history.lengths
-        self.memory, self.query = require_prompt(history)
+        self.query = cast(Tensor, history.query)
+        self.memory = cast(Memory, history.memory)
         self.prompt_mask = prompt_mask(history)  # (B, 1, S)
         # (B, W, level): index of each beam's tokens among the N tokens of all beams
         self.paths = history.lengths.new_zeros((len(history.lengths), 1, 0))
@@ -155,11 +146,8 @@ class LmScorer:
         parent_paths = self.paths.take_along_dim(parents.unsqueeze(-1), 1)
         newest = (num_before + beam).unsqueeze(-1)
         self.paths = torch.cat([parent_paths, newest], -1)
-        sees_tokens = torch.zeros(
-            (*tokens.shape, num_before + num_beams),
-            dtype=torch.bool,
-            device=tokens.device,
-        )
+        shape = (*tokens.shape, num_before + num_beams)
+        sees_tokens = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
         sees_tokens.scatter_(2, self.paths, True)
         sees_prompt = self.prompt_mask.expand(-1, num_beams, -1)
         visible = torch.cat([sees_prompt, sees_tokens], 2)

@@ -16,16 +16,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from core.errors import UserError
 from models.retrieval.data import Catalogue
 from models.text.language_model import LANGUAGE_MODEL
 from models.text.pretrained import pretrained_source
 
-TASKS = ("next", "next_title", "title_to_item", "item_to_title")
+Task = Literal["next", "next_title", "title_to_item", "item_to_title"]
+
+TASKS: tuple[Task, ...] = get_args(Task)
 """Sequential item prediction; asymmetric item prediction, whose response is the title;
 and the two directions of the explicit index-language alignment (Sec. 3.3 of LC-Rec).
 The tasks on intentions and preferences are not implemented, as they need texts written
@@ -161,14 +165,12 @@ def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
 def encode_titles(
     tokenizer: Tokenizer, titles: Sequence[str], max_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Encode titles and cut them to `max_tokens` tokens.
+    """Encode titles, cut them to `max_tokens` tokens and append the end token.
 
     Returns:
-        Tokens (N, M), padded with 0, and the number of tokens of each title (N,).
+        Tokens (N, M + 1), padded with 0, and the number of tokens of each title (N,).
     """
     rows = [tokenizer.encode(title)[:max_tokens] for title in titles]
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = torch.tensor(row, dtype=torch.long)
-    return tokens, lengths
+    tokens = [torch.tensor([*row, tokenizer.end]) for row in rows]
+    padded = pad_sequence(tokens, batch_first=True)
+    return padded, torch.tensor([len(row) for row in rows])

@@ -32,19 +32,22 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from core.errors import UserError
 from core.options import STRICT, Dropout
 from models.cpu.derived import cache_until_changed
-from models.retrieval.data import Catalogue, HistoryBatch
+from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Student, StudentConfig
-from models.retrieval.distillation.teacher import build_teacher, require
-from models.retrieval.lc_rec.backbone import LmBackbone, Segment
+from models.retrieval.distillation.teacher import require
+from models.retrieval.lc_rec.backbone import LmBackbone, Segment, full_segment
 from models.retrieval.lc_rec.lc_rec import LcRec
 from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.retrieval.sid_mlp.decoder import SidMlpConfig, SidMlpDecoder
-from models.retrieval.students.joint import Joint
-from models.retrieval.students.nezha import NezhaConfig, NezhaDecoder, last_positions
+from models.retrieval.students.nezha import (
+    Nezha,
+    NezhaConfig,
+    NezhaDecoder,
+    last_positions,
+)
 from models.text import language_model
 
 
@@ -73,9 +76,6 @@ class LcRecSidMlpConfig(StudentConfig):
     D.1)."""
     dropout: Dropout = 0.2
     """Dropout of heads and feed-forward (public code of SID-MLP)."""
-
-    def __post_init__(self) -> None:
-        self.to_sid_mlp()
 
     def to_sid_mlp(self) -> SidMlpConfig:
         """Return the options of SID-MLP's decoder."""
@@ -139,11 +139,6 @@ class EarlyReadouts(nn.Module):
         self._backbone = (backbone,)  # in a tuple: no submodule
         num_layers, self.width = backbone.memory_sizes()
         self.layer = (config.layer or max(1, num_layers // 4)) - 1
-        if self.layer >= num_layers:
-            raise UserError(
-                f"layer {config.layer} exceeds the {num_layers} layers of the language "
-                f"model"
-            )
         self.query = nn.Linear(backbone.embedding.embedding_dim, config.width)
         self.layers = nn.ModuleList(
             EarlyReadout(self.width, config) for _ in range(config.readout_layers)
@@ -253,8 +248,8 @@ class NezhaLmBackbone(LmBackbone):
         """Return the segments of the prompts, followed by the placeholders."""
         first = self.vocabulary + self.tokens.vocabulary
         level = torch.arange(self.tokens.levels, device=self.before.device)
-        placeholders = self.repeat_words(first + level, len(batch.history))
-        return [*super().prompts(batch), placeholders]
+        placeholders = (first + level).expand(len(batch.history), -1)
+        return [*super().prompts(batch), full_segment(placeholders)]
 
     def encode(self, batch: HistoryBatch) -> History:
         """Return the states (B, 1 + L, D) of the root and the placeholders."""
@@ -263,27 +258,26 @@ class NezhaLmBackbone(LmBackbone):
         return last_positions(History(states, lengths), 1 + self.tokens.levels)
 
 
-class LcRecNezha(Joint):
+class LcRecNezha(Nezha):
     """NEZHA with the language model of an LC-Rec as backbone."""
 
     name = "lc_rec_nezha"
     config_class = LcRecNezhaConfig
-    config: LcRecNezhaConfig
-    backbone: NezhaLmBackbone
 
-    def __init__(self, config: LcRecNezhaConfig, catalogue: Catalogue) -> None:
-        backbone = NezhaLmBackbone(require(build_teacher(config, catalogue), LcRec))
+    @staticmethod
+    def build_parts(
+        config: NezhaConfig, teacher: Retriever
+    ) -> tuple[NezhaLmBackbone, NezhaDecoder]:
+        """Return a language model with placeholders and a head on its tokens."""
+        backbone = NezhaLmBackbone(require(teacher, LcRec))
         lm = cast(Any, backbone.lm)
         if not language_model.has_tied_embeddings(lm):
             lm.get_output_embeddings().requires_grad_(False)  # words are not predicted
-        super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
-
-    def lr_multipliers(self) -> dict[str, float]:
-        """Return the `rates` of the config by prefix of parameter names."""
-        return self.config.lr_multipliers()
+        return backbone, NezhaDecoder(backbone)
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Copy the teacher's language model and code embeddings."""
         source = require(teacher, LcRec).backbone
-        self.backbone.lm.load_state_dict(source.lm.state_dict())
-        self.backbone.embedding.load_state_dict(source.embedding.state_dict())
+        backbone = cast(NezhaLmBackbone, self.backbone)
+        backbone.lm.load_state_dict(source.lm.state_dict())
+        backbone.embedding.load_state_dict(source.embedding.state_dict())

@@ -115,11 +115,6 @@ def score_pairs(
         Scores, edges and codes, (B, W * M) each. The score is -inf if there is no
         child.
     """
-    if log_probs.shape[-1] != trie.codebook_sizes[level]:
-        raise ValueError(
-            f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie "
-            f"has {trie.codebook_sizes[level]}"
-        )
     edge, valid = trie.get_children(level, node)  # (B, W, M)
     token = trie.tokens(level)[edge]
     child_log_probs = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)

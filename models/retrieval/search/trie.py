@@ -111,20 +111,19 @@ class Trie(nn.Module):
         `node` is the rank of the parent's edge (0 at the root), `token` the code, and
         `item_index` the item at the last level, -1 above it.
         """
-        columns: dict[str, list[Tensor]] = {
-            name: [] for name in ("level", "node", "token", "child", "item_index")
-        }
+        columns = []
         for level, count in enumerate(self.edges):
             offsets = self.offsets(level)
-            node = torch.arange(len(offsets) - 1)
-            is_last = level == self.levels - 1
-            item_index = self.leaves if is_last else torch.full((count,), -1)
-            columns["level"].append(torch.full((count,), level))
-            columns["node"].append(torch.repeat_interleave(node, offsets.diff()))
-            columns["token"].append(self.tokens(level))
-            columns["child"].append(torch.arange(count))
-            columns["item_index"].append(item_index)
-        return {name: torch.cat(parts) for name, parts in columns.items()}
+            node = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
+            item_index = torch.full((count,), -1)
+            if level == self.levels - 1:
+                item_index = self.leaves
+            child = torch.arange(count)
+            level_column = torch.full((count,), level)
+            columns.append((level_column, node, self.tokens(level), child, item_index))
+        names = ("level", "node", "token", "child", "item_index")
+        joined = (torch.cat(parts) for parts in zip(*columns, strict=True))
+        return dict(zip(names, joined, strict=True))
 
     def mark_edges(self, items: Tensor) -> Tensor:
         """Return a mask of the edges that lead to any of the given items.
@@ -172,23 +171,22 @@ class Trie(nn.Module):
         Args:
             level: Level of the edges.
             node: (...) nodes, -1 for none.
-            token: (...) codes.
+            token: (...) codes of the level's codebook.
 
         Returns:
             (...) edges, -1 if a node has no edge with the code.
         """
         tokens, offsets = self.tokens(level), self.offsets(level)
-        size = self.codebook_sizes[level]
         parent = torch.arange(len(offsets) - 1, device=tokens.device)
         # output_size avoids waiting for a GPU
         parent = torch.repeat_interleave(
             parent, offsets.diff(), output_size=len(tokens)
         )
+        size = self.codebook_sizes[level]
         edge_keys = parent * size + tokens  # ascending, as edges are sorted
-        key = node * size + token
+        key = node * size + token  # negative without a node
         edge = torch.searchsorted(edge_keys, key).clamp(max=len(edge_keys) - 1)
-        is_valid = (node >= 0) & (token >= 0) & (token < size)
-        return torch.where(is_valid & (edge_keys[edge] == key), edge, -1)
+        return torch.where(edge_keys[edge] == key, edge, -1)
 
     def lookup(self, codes: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return the item_index of code tuples.

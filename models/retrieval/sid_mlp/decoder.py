@@ -66,26 +66,6 @@ class SidMlpConfig(StudentConfig):
     """Embeddings of the prefix: the teacher's, frozen, or random ones, trained (Table
     5, G3)."""
 
-    def __post_init__(self) -> None:
-        if self.attention_width % self.attention_heads:
-            raise ValueError(
-                f"attention_width {self.attention_width} does not divide by "
-                f"attention_heads {self.attention_heads}"
-            )
-        if self.shared_head and self.prefix != "sum":
-            raise ValueError("shared_head needs the same input per level")
-        if self.readout == "mean" and not self.context_ffn:
-            raise ValueError("readout mean has no feed-forward")
-        if self.readout == "per_digit" and self.prefix in ("none", "cascade"):
-            raise ValueError(
-                "readout per_digit reads the prefix, which it cannot with prefix "
-                f"{self.prefix}"
-            )
-        if self.prefix == "none" and self.embeddings == "random":
-            raise ValueError("embeddings random has no effect with prefix none")
-        if self.prefix == "cascade" and self.m > 0:
-            raise ValueError("prefix cascade starts at the first level")
-
 
 def query_state(history: History) -> Tensor:
     """Return the history's query (B, D), by default the mean of its real states."""

@@ -233,13 +233,9 @@ class MlpBackbone(Backbone):
             mean = layout.mean(states)
             mlps = list(cast(nn.ModuleList, layer))
             if self.shared:
-                lengths = [len(x) for x in states]
-                update = mlps[0](torch.cat(states), mean, torch.cat(layout.owners))
-                updates = update.split(lengths)
-            else:
-                roles = zip(mlps, states, layout.owners, strict=True)
-                updates = [mlp(x, mean, owner) for mlp, x, owner in roles]
-            states = [x + update for x, update in zip(states, updates, strict=True)]
+                mlps = mlps * len(states)
+            roles = zip(mlps, states, layout.owners, strict=True)
+            states = [x + mlp(x, mean, owner) for mlp, x, owner in roles]
         normed = [self.norm(x) for x in states]
         padded = layout.scatter_to_positions(normed, 2 + self.tokens.levels * items)
         return History(padded, self.tokens.lengths(batch))

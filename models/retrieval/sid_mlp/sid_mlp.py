@@ -66,7 +66,6 @@ class SidMlp(Student):
         if (
             constrained is False
             or not is_main_model
-            or list(trie.codebook_sizes) != self.tokens.sizes
             or not kernels.ready(history.states)
         ):
             return super().search(history, k, allowed, beam, constrained, scores)

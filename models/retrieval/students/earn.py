@@ -24,9 +24,10 @@ from torch.nn import functional
 from core.errors import UserError
 from core.options import STRICT
 from models.layers.t5 import Block, dropout
-from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.distillation.teacher import build_teacher, require
+from models.retrieval.data import HistoryBatch
+from models.retrieval.distillation.teacher import require
 from models.retrieval.parts import History, padding_mask
+from models.retrieval.retriever import Retriever
 from models.retrieval.students.joint import Joint, JointConfig
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
@@ -138,8 +139,12 @@ class Earn(Joint):
     config_class = EarnConfig
     config: EarnConfig
 
-    def __init__(self, config: EarnConfig, catalogue: Catalogue) -> None:
-        teacher = require(build_teacher(config, catalogue), Tiger)
-        backbone = EarnBackbone(teacher.backbone, config.register_layer)
+    @staticmethod
+    def build_parts(
+        config: EarnConfig, teacher: Retriever
+    ) -> tuple[EarnBackbone, T5Decoder]:
+        """Return TIGER's decoder on an encoder with registers."""
+        source = require(teacher, Tiger).backbone
+        backbone = EarnBackbone(source, config.register_layer)
         decoder = T5Decoder(backbone.tokens, backbone.sizes, backbone.embedding)
-        super().__init__(config, catalogue, backbone, decoder)
+        return backbone, decoder

@@ -36,9 +36,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.options import STRICT
-from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.distillation.teacher import build_teacher, require
+from models.retrieval.data import HistoryBatch
+from models.retrieval.distillation.teacher import require
 from models.retrieval.parts import Backbone, Decoder, History
+from models.retrieval.retriever import Retriever
 from models.retrieval.students.joint import Joint, JointConfig
 from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
 from models.retrieval.tiger.tiger import Tiger
@@ -60,13 +61,6 @@ class NezhaConfig(JointConfig):
     rates: dict[Part, PositiveFloat] = field(default_factory=dict)
     """Learning rates of head, embedding and transition as multiples of fit.lr; 1 for
     parts that are not named."""
-
-    def lr_multipliers(self) -> dict[str, float]:
-        """Return the `rates` by prefix of parameter names."""
-        multipliers: dict[str, float] = {}
-        for part, factor in self.rates.items():
-            multipliers |= dict.fromkeys(PARAMETER_PREFIXES[part], factor)
-        return multipliers
 
 
 class NezhaBackbone(ExtendedT5):
@@ -179,11 +173,17 @@ class Nezha(Joint):
     config_class = NezhaConfig
     config: NezhaConfig
 
-    def __init__(self, config: NezhaConfig, catalogue: Catalogue) -> None:
-        teacher = require(build_teacher(config, catalogue), Tiger)
-        backbone = NezhaBackbone(teacher.backbone)
-        super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
+    @staticmethod
+    def build_parts(
+        config: NezhaConfig, teacher: Retriever
+    ) -> tuple[Backbone, NezhaDecoder]:
+        """Return an encoder with placeholders and a head on the teacher's tokens."""
+        backbone = NezhaBackbone(require(teacher, Tiger).backbone)
+        return backbone, NezhaDecoder(backbone)
 
     def lr_multipliers(self) -> dict[str, float]:
         """Return the `rates` of the config by prefix of parameter names."""
-        return self.config.lr_multipliers()
+        multipliers: dict[str, float] = {}
+        for part, factor in self.config.rates.items():
+            multipliers |= dict.fromkeys(PARAMETER_PREFIXES[part], factor)
+        return multipliers

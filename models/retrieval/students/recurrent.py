@@ -34,6 +34,7 @@ width of the backbone, `N` width of the stack, `W` beams of a user, `L` levels,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -293,16 +294,13 @@ class GdnStudent(Student):
     @staticmethod
     def build_decoder(config: GdnConfig, teacher: Retriever) -> RecurrentDecoder:
         """Return a stack of Gated DeltaNet blocks on the teacher's backbone."""
-
-        def make_mixer(width: int) -> GatedDeltaNet:
-            return GatedDeltaNet(
-                width,
-                config.heads,
-                config.head_width,
-                EXPAND_V,
-                config.chunk,
-            )
-
+        make_mixer = partial(
+            GatedDeltaNet,
+            heads=config.heads,
+            head_width=config.head_width,
+            expand_v=EXPAND_V,
+            chunk=config.chunk,
+        )
         return RecurrentDecoder(config, teacher.backbone, make_mixer, config.ffn_width)
 
 
@@ -323,13 +321,11 @@ class Mamba2Student(Student):
                 f"{config.head_width}"
             )
 
-        def make_mixer(width: int) -> Mamba2:
-            return Mamba2(
-                width,
-                config.head_width,
-                config.state,
-                config.expand,
-                config.chunk,
-            )
-
+        make_mixer = partial(
+            Mamba2,
+            head_width=config.head_width,
+            state=config.state,
+            expand=config.expand,
+            chunk=config.chunk,
+        )
         return RecurrentDecoder(config, backbone, make_mixer)

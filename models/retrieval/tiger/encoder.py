@@ -75,8 +75,6 @@ class PackedEncoder:
             lengths: (B,) number of tokens of each history.
         """
         states = self.table.new_zeros((*tokens.shape, self.table.shape[1]))
-        if not len(lengths):
-            return states
         is_real = real_positions(lengths, tokens.shape[1])
         packed = tokens[is_real]  # the tokens of all histories, end to end
         bias = self.encoder.position_bias(int(lengths.max()))[0]

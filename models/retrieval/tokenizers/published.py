@@ -16,26 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import UserError, one_line
 from core.files import open_uri, storage_errors
 
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
 """A code as a token of LC-Rec, such as `<a_128>`."""
-
-MAX_CODES = 65536
-"""Most codes of a level."""
-
-
-def _parse_code(value: object, item: str, uri: str) -> int:
-    """Return a code from a value of the file; `item` and `uri` are for messages."""
-    match = TOKEN.fullmatch(value) if isinstance(value, str) else None
-    text = match.group(1) if match else str(value).strip()
-    if not text.isdecimal() or int(text) >= MAX_CODES:
-        raise UserError(
-            f"{uri}: item {item!r} has the code {value!r}; a code is a whole number "
-            f"from 0 to {MAX_CODES - 1}, or '<a_12>'"
-        )
-    return int(text)
 
 
 def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
@@ -48,43 +33,29 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
     Returns:
         Codes by item_id.
     """
-    name = uri.lower().removesuffix(".gz")
-    if not name.endswith((".json", ".csv")):
-        raise UserError(f"{uri} is neither .json nor .csv, with .gz or without")
     try:
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         text = content.decode("utf-8-sig")
-        rows: Any
-        if name.endswith(".csv"):
-            lines = [line for line in csv.reader(io.StringIO(text)) if line]
-            header = lines[0] if lines else []
-            rows = [(item, codes) for item, *codes in lines[1:]]
+        rows: list[tuple[str, list[Any]]]
+        if uri.lower().removesuffix(".gz").endswith(".csv"):
+            _, *lines = (line for line in csv.reader(io.StringIO(text)) if line)
+            rows = [(item, codes) for item, *codes in lines]
         else:
-            header = ["item_id"]
             # pairs keep repeated keys, unlike a dict
             rows = json.loads(text, object_pairs_hook=list)
-    except (OSError, EOFError, ValueError) as error:
+        sids = {
+            item.strip(): [int(TOKEN.sub(r"\1", str(code))) for code in codes]
+            for item, codes in rows
+        }
+        codes = np.array(list(sids.values()), np.uint16)
+    except (OSError, EOFError, ValueError, TypeError, OverflowError) as error:
         raise UserError(
-            f"{uri} is damaged or not UTF-8 text of its layout ({error})"
+            f"{uri} is neither CSV with the header item_id,c1,c2,... nor JSON of codes "
+            f"by item ({one_line(error)})"
         ) from error
-    if header[:1] != ["item_id"]:
-        raise UserError(
-            f"{uri} has the header {','.join(header)!r}; it must be 'item_id,c1,c2,...'"
-        )
-    sids: dict[str, list[int]] = {}
-    for row in rows if isinstance(rows, list) else [rows]:
-        if not (isinstance(row, tuple) and isinstance(row[1], list)):
-            raise UserError(f"{uri} is not a JSON object of item_id to codes")
-        item = row[0].strip()  # as in the items table
-        if item in sids:
-            raise UserError(f"{uri} has item {item!r} twice")
-        sids[item] = [_parse_code(value, item, uri) for value in row[1]]
-    depths = {len(codes) for codes in sids.values()}
-    if len(depths) != 1 or 0 in depths:
-        raise UserError(
-            f"{uri} has SIDs of {sorted(depths)} codes, not of one number of codes"
-        )
+    if len(sids) < len(rows) or codes.ndim != 2 or not codes.size:
+        raise UserError(f"{uri} has an item twice, or no codes")
     return sids
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +38,7 @@ COMMITMENT = 0.25
 """Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""
 
 REPORT_EVERY = 50
-"""Most epochs between messages with the losses."""
-
-REPORT_INTERVAL_S = 30.0
-"""Most seconds between messages with the losses, if an epoch does not take longer."""
+"""Epochs between messages with the losses."""
 
 RESTART_EVERY = 10
 """Epochs between restarts of unused codes."""
@@ -126,7 +122,7 @@ class Rqvae(nn.Module):
         embeddings: Tensor,
         generator: torch.Generator,
         optimizer: torch.optim.Optimizer,
-    ) -> list[int]:
+    ) -> None:
         """Move unused codes to the residuals of random items.
 
         Levels are restarted in order, so the residuals of a level account for the moved
@@ -136,18 +132,14 @@ class Rqvae(nn.Module):
             embeddings: (N, E) embeddings of all items.
             generator: CPU generator, which draws the items.
             optimizer: Optimizer of the codebooks.
-
-        Returns:
-            Number of moved codes per level.
         """
         moments = optimizer.state.get(self.codebooks, {})
-        residual, restarted = self.latents(embeddings), []
+        residual = self.latents(embeddings)
         for level, codebook in enumerate(self.codebooks):
+            if self.config.sinkhorn and level == self.config.levels - 1:
+                return  # transport uses all codes
             code, distances = nearest_centres(residual, codebook)
             counts = torch.bincount(code, minlength=len(codebook))
-            if self.config.sinkhorn and level == self.config.levels - 1:
-                restarted.append(0)  # transport uses all codes
-                continue
             unused = (counts == 0).nonzero().flatten()
             # a code at an item that equals its code would stay unused
             inexact = (distances > 1e-12).nonzero().flatten()
@@ -160,8 +152,6 @@ class Rqvae(nn.Module):
                     moments[name][level, unused] = 0
             code, _ = nearest_centres(residual, codebook)
             residual = residual - codebook[code]
-            restarted.append(len(unused))
-        return restarted
 
     @torch.no_grad()
     def quantize(self, embeddings: Tensor) -> Quantized:
@@ -212,7 +202,6 @@ class RqvaeTokenizer(Tokenizer):
             ],
             lr=config.lr,
         )
-        reported_at = time.monotonic()
         for epoch in range(1, config.epochs + 1):
             sums = dict.fromkeys(("reconstruction", "quantization"), 0.0)
             order = torch.randperm(len(embeddings), generator=generator)
@@ -228,11 +217,9 @@ class RqvaeTokenizer(Tokenizer):
             # no restart near the end: a moved code needs some epochs to settle
             if epoch <= 0.9 * config.epochs and epoch % RESTART_EVERY == 0:
                 model.restart_dead_codes(embeddings, generator, optimizer)
-            is_due = time.monotonic() - reported_at > REPORT_INTERVAL_S
-            if epoch == config.epochs or epoch % REPORT_EVERY == 0 or is_due:
+            if epoch == config.epochs or epoch % REPORT_EVERY == 0:
                 losses_of_epoch = (f"{name} {sums[name]:.4f}" for name in sums)
                 yield f"{epoch}/{config.epochs}: {', '.join(losses_of_epoch)}"
-                reported_at = time.monotonic()
         weights = model.encoder.state_dict()
         self.arrays = {name: weight.cpu() for name, weight in weights.items()}
         return model.quantize(embeddings)

@@ -12,7 +12,6 @@ from torch.nn.functional import silu, softplus
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import RecurrentMixer, gated_recurrence, gated_step
 from models.layers.mamba2 import Mamba2
-from models.training.optimizers import group_parameters, make_optimizer
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 
@@ -110,26 +109,6 @@ def test_chunks_and_steps_equal_a_loop(
         output = gated_step(*inputs, state)
         torch.testing.assert_close(output, expected[:, :, t], **EXACT)
     torch.testing.assert_close(state, expected_memory, **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("mixer", "count"),
-    [(Mamba2(8, 4, 4, 2, 8), 3), (GatedDeltaNet(8, 2, 4, 1, 8), 2)],
-    ids=["mamba2", "gdn"],
-)
-def test_time_and_skip_parameters_have_no_weight_decay(
-    mixer: RecurrentMixer, count: int
-) -> None:
-    names = {id(p): name for name, p in mixer.named_parameters()}
-
-    groups = group_parameters(mixer, {})
-    optimizer, _ = make_optimizer(mixer, "adamw", 0.5, {})
-
-    without_decay = [names[id(p)] for p in groups[1.0, False]]
-    assert set(without_decay) <= {"log_rate", "step_bias", "skip"}
-    assert len(without_decay) == count
-    weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
-    assert weight_decays == [0.5 if decays else 0.0 for _, decays in groups]
 
 
 def build_mixer(name: str) -> RecurrentMixer:

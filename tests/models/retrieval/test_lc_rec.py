@@ -17,7 +17,6 @@ from core.schemas import Inputs
 from models.retrieval.lc_rec.lc_rec import LcRec
 from models.retrieval.lc_rec.prompts import (
     INSTRUCTIONS,
-    TASKS,
     TEMPLATE,
     Words,
     read_titles,
@@ -53,52 +52,6 @@ def embed_tokens(model: LcRec, tokens: list[int]) -> Tensor:
 def compute_states(model: LcRec, tokens: list[int]) -> Tensor:
     """Return the states (S, D) of the library's pass over one row of tokens."""
     return run_library(model, embed_tokens(model, tokens))
-
-
-def codes_to_tokens(model: LcRec, codes: Tensor) -> list[int]:
-    """Return the tokens of an item with `codes` (L,)."""
-    return (model.backbone.vocabulary + codes + model.tokens.offset).tolist()
-
-
-def compute_code_states(model: LcRec, prompt: list[int], codes: Tensor) -> Tensor:
-    """Return the states (L, D) from which the codes (L,) after a prompt are read."""
-    tokens = codes_to_tokens(model, codes)
-    return compute_states(model, prompt + tokens)[-len(tokens) - 1 : -1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_teacher_forcing_equals_one_pass_over_prompt_and_codes(kind: str) -> None:
-    model, batch = build_kind(kind), make_requests(6)
-    codes = model.tokens.codes(batch.target)
-
-    logits = model.decoder.teacher_forced(model.encode(batch), codes)
-
-    for row in range(6):
-        prompt = write_out_prompt(model, select_history(batch, row))
-        code_states = compute_code_states(model, prompt, codes[row])
-        for level, state in enumerate(code_states):
-            expected = model.decoder.level_logits(level, state)
-            torch.testing.assert_close(
-                logits[level][row], expected, rtol=1e-4, atol=1e-4
-            )
-
-
-@torch.no_grad()
-def test_search_stores_the_keys_of_the_prompt_once_per_request() -> None:
-    model, batch = build_lc_rec(), make_requests(3)
-    history = model.encode(batch)
-    prompt_length = history.states.shape[1]
-    scorer: Any = model.decoder.scorer(history)
-    scorer.start()
-    no_parents = torch.zeros(3, 7, dtype=torch.long)
-    for level in range(3):
-        scorer.step(no_parents, no_parents)
-        length = prompt_length + 7 * (level + 1)
-        for keys, values in scorer.memory:
-            assert keys.shape == values.shape == (3, 2, length, 8)
-    # a second search with the same history starts from the prompt
-    assert history.memory is not None
-    assert {keys.shape[2] for keys, _ in history.memory} == {prompt_length}
 
 
 def compute_library_loss(model: LcRec, prompt: list[int], item: Tensor) -> Tensor:
@@ -203,14 +156,6 @@ def test_each_task_is_an_instruction_and_its_response(
             assert response_text == f"{title} >".strip()
         if task == "item_to_title":
             assert f"this item : {codes} ?" in prompt_text
-
-
-def test_training_with_titles_has_the_loss_of_each_task(
-    titled_setup: TrainingRun,
-) -> None:
-    losses = titled_setup.model.train()(next(first_epoch(titled_setup)))
-    assert titled_setup.config.tasks == list(TASKS)
-    assert set(losses) == {"loss", *(f"{task}_loss" for task in TASKS)}
 
 
 def test_training_without_titles_has_the_next_item_task_alone(

@@ -43,22 +43,6 @@ def build_student(name: str, **options: Any) -> Student:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_history_is_read_once_per_request_and_not_per_beam(name: str) -> None:
-    model, batch = build_student(name), make_requests(3)
-    blocks: Any = model.decoder.blocks
-    shapes = []
-    for block in blocks:
-        block.mixer.register_forward_pre_hook(
-            lambda module, inputs: shapes.append(tuple(inputs[0].shape[:2]))
-        )
-
-    model.recommend(batch, 5, beam=9)
-
-    length = 2 + 4 * int(batch.history_length.max()) + 1
-    assert shapes == [(3, length)] * 2
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_requests_with_large_beam_states_are_searched_in_parts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from torch.nn import functional
 from models.build import build_model
 from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
-from models.retrieval.sid_mlp.decoder import CrossAttention
 from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,
@@ -55,27 +54,6 @@ def log_softmax(values: list[float]) -> list[float]:
     """Return log-probabilities, without PyTorch."""
     total = math.log(sum(math.exp(value) for value in values))
     return [value - total for value in values]
-
-
-def test_attention_of_a_single_query_is_the_same_in_training() -> None:
-    """Training takes another path for one query; outputs and gradients are equal."""
-    torch.manual_seed(0)
-    layer = CrossAttention(12, 20, 4).double()
-    query = torch.randn(5, 1, 12, dtype=torch.double, requires_grad=True)
-    states = torch.randn(5, 7, 12, dtype=torch.double, requires_grad=True)
-    padding = torch.zeros(5, 1, 1, 7, dtype=torch.double)
-    padding[2, ..., 4:] = -torch.inf
-    padding[4, ..., 1:] = -torch.inf
-
-    results = []
-    for training in (True, False):
-        output = layer.train(training)(query, states, padding)
-        loss = (output * torch.arange(12)).sum()
-        gradients = torch.autograd.grad(loss, [query, states, *layer.parameters()])
-        results.append([output, *gradients])
-
-    for in_training, in_evaluation in zip(*results, strict=True):
-        torch.testing.assert_close(in_training, in_evaluation, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize(

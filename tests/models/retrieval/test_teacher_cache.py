@@ -10,15 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import fs
 
-from core.files import LOCK, open_uri
 from core.schemas import Inputs
-from core.tables import read_manifest
 from models.retrieval.data import RequestBatch, RetrievalDataset
 from models.retrieval.distillation.teacher_cache import CachedStates
 from models.retrieval.parts import History
@@ -27,7 +22,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import Report, fit
 from models.training_run import TrainingRun
 from tests.fixtures.batches import fill_batch
-from tests.fixtures.commands import load_split, read_table
+from tests.fixtures.commands import load_split
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -135,13 +130,6 @@ def table_kinds(cache: Path) -> list[str]:
     return sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir())
 
 
-def list_files(uri: str) -> list[str]:
-    """Return the names of a folder's files, without the lock file."""
-    filesystem, path = open_uri(uri)
-    entries = filesystem.get_file_info(fs.FileSelector(path))
-    return sorted(entry.base_name for entry in entries if entry.base_name != LOCK)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "model",
@@ -217,54 +205,6 @@ def test_requests_of_other_splits_are_not_in_the_cache(
     assert model.read_cache("encoder", batch) is None
 
 
-def test_the_cache_has_each_request_once_unpadded_in_half_precision(
-    distillation: Distillation, cache: Path
-) -> None:
-    train_requests = distillation.load_requests("train")
-    val_requests = distillation.load_requests("val")
-    decoder_numbers = sorted(train_requests.request_numbers)
-    lengths = {}
-    for examples in (train_requests, val_requests):
-        pairs = zip(examples.request_numbers, examples.lengths, strict=True)
-        lengths |= {number: 2 + 3 * length for number, length in pairs}
-
-    encoder = read_table(str(next(cache.glob("encoder-*"))))
-    decoder = read_table(str(next(cache.glob("decoder-*"))))
-
-    encoder_numbers = [*train_requests.request_numbers, *val_requests.request_numbers]
-    assert sorted(encoder["request"].to_pylist()) == sorted(encoder_numbers)
-    rows = zip(*encoder.to_pydict().values(), strict=True)
-    assert {number: len(states) // 16 for number, states in rows} == lengths
-    assert str(encoder.schema.field("states").type.value_type) == "halffloat"
-    assert sorted(decoder["request"].to_pylist()) == decoder_numbers
-    assert {len(states) for states in decoder["states"].to_pylist()} == {3 * 16}
-
-
-def test_a_training_reports_and_reads_the_cached_states(
-    distillation: Distillation, cache: Path
-) -> None:
-    train_requests = distillation.load_requests("train")
-    num_train = len(train_requests)
-    num_val = len(distillation.load_requests("val"))
-
-    setup = distillation.build(cache)
-
-    encoder_message, decoder_message = setup.messages[:2]
-    assert f"encoder states of {num_train + num_val:,} requests, " in encoder_message
-    assert f"decoder states of {num_train:,} requests, " in decoder_message
-    for message in (encoder_message, decoder_message):
-        assert "MiB in half precision, reused" in message
-    batch = train_requests.collate(np.array([5, 0, 9]))
-    cached = setup.model.read_cache("encoder", batch)
-    expected = setup.model.teacher.encode(batch)
-    assert torch.equal(cached.lengths, expected.lengths)
-    is_real = (cached.padding == 0)[:, 0, 0]
-    torch.testing.assert_close(
-        cached.states[is_real], expected.states[is_real], rtol=1e-3, atol=1e-4
-    )
-    assert (cached.states[~is_real] == 0).all()
-
-
 def test_trainings_with_equal_teacher_outputs_share_tables(
     distillation: Distillation, tmp_path: Path
 ) -> None:
@@ -283,23 +223,6 @@ def test_trainings_with_equal_teacher_outputs_share_tables(
     assert table_kinds(tmp_path) == ["decoder", "encoder"]
     distillation.build(tmp_path, name="sid_mlp_pp", encoder=distillation.stage_1)
     assert table_kinds(tmp_path) == ["decoder", "encoder", "encoder"]
-
-
-def test_a_table_without_a_manifest_is_computed_again(
-    distillation: Distillation, tmp_path: Path
-) -> None:
-    distillation.build(tmp_path, **ENCODER)
-    uri = next(tmp_path.glob("encoder-*"))
-    content = read_table(str(uri))
-    (uri / "manifest.json").unlink()
-    (uri / "part-00000000000000000000.parquet").write_bytes(b"cut o")
-
-    setup = distillation.build(tmp_path, **ENCODER)
-
-    assert "computed in" in setup.messages[0]
-    assert read_table(str(uri)).equals(content)
-    parts = [part.path for part in read_manifest(str(uri)).files]
-    assert list_files(str(uri)) == sorted(["manifest.json", *parts])
 
 
 def pad_cached(
@@ -347,44 +270,3 @@ def test_states_of_any_requests_are_read_in_any_order_and_padded(
     for missing in (0, 1, 3 * count + 2):
         assert pad_cached(cached, [*requests, missing]) is None
     assert pad_cached(cached, requests, target=-1) is None
-
-
-def build_as_rank(
-    rank: int, rendezvous: str, distillation: Distillation, cache: Path
-) -> None:
-    """Build a training as one of two workers, which read one cache."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
-    )
-    options = {
-        "name": "sid_mlp",
-        "teacher": distillation.teacher,
-        "teacher_cache": str(cache),
-        **HEADS,
-    }
-    inputs = Inputs(distillation.tables, distillation.sids)
-    setup = build_training(options, FIT, inputs, rank=rank, world=2)
-    rank_requests = [*setup.train.request_numbers, *setup.val.request_numbers]
-    cached = setup.model.cached["encoder"].requests
-    assert sorted(cached) == sorted(rank_requests)
-    dist.destroy_process_group()
-
-
-@pytest.mark.long
-def test_two_workers_read_one_cache(
-    distillation: Distillation, cache: Path, tmp_path: Path
-) -> None:
-    shared_cache = tmp_path / "cache"
-    arguments = (str(tmp_path / "rendezvous"), distillation, shared_cache)
-    mp.start_processes(build_as_rank, arguments, nprocs=2, start_method="forkserver")
-
-    for path in shared_cache.glob("[!.]*"):
-        table = read_table(str(path)).sort_by("request")
-        expected = read_table(str(cache / path.name)).sort_by("request")
-        assert table["request"].equals(expected["request"])
-        states, expected_states = (
-            torch.tensor(part["states"].combine_chunks().flatten().to_numpy())
-            for part in (table, expected)
-        )
-        torch.testing.assert_close(states, expected_states, rtol=2e-3, atol=1e-3)

@@ -99,21 +99,6 @@ def test_loss_and_gradients_equal_those_of_transformers(tiger, end_token):
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_label_smoothing_spreads_a_share_of_each_target_over_the_vocabulary():
-    config = TigerConfig(**SMALL, label_smoothing=0.1)
-    model = Tiger(config, build_catalogue()).eval()
-    batch = make_requests(16)
-    targets = model.tokens.items[batch.target]  # (B, L)
-    codes = model.tokens.codes(batch.target)
-    logits = model.decoder.teacher_forced(model.encode(batch), codes)
-    surprise = -torch.stack(list(logits), 1).log_softmax(-1)  # (B, L, V)
-    of_target = surprise.gather(-1, targets.unsqueeze(-1)).mean()
-
-    loss = model(batch)["loss"]
-
-    torch.testing.assert_close(loss, 0.9 * of_target + 0.1 * surprise.mean())
-
-
 @pytest.mark.parametrize(
     "name", ["tiger", pytest.param("trained", marks=pytest.mark.long)]
 )

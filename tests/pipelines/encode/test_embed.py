@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from transformers import (
 )
 
 from core.errors import UserError
-from models.text import pretrained
-from models.text.text_encoder import TextEncoder
 from pipelines.encode import texts as embed
 from pipelines.encode.config import EmbedConfig
 from pipelines.encode.texts import (
@@ -108,16 +105,6 @@ def test_actors_encode_as_the_model_does_for_single_texts(
     assert lines[-1] == f"encoded {distinct} of {distinct} texts"
 
 
-def test_bf16_gives_nearly_the_same_vectors(tiny_bert: str) -> None:
-    full, half = (
-        TextEncoder(tiny_bert, "mean", 12, 5, bits).encode(TEXTS)
-        for bits in ("fp32", "bf16")
-    )
-    assert half.dtype == np.float32
-    # The vectors have length 1, and bf16 has 8 bits of mantissa.
-    assert 0 < abs(half - full).max() < 0.03
-
-
 def test_the_version_of_an_encoder_depends_on_its_weights(
     tiny_bert: str, tmp_path: Path
 ) -> None:
@@ -130,25 +117,6 @@ def test_the_version_of_an_encoder_depends_on_its_weights(
     weights[-1] ^= 1
     (tmp_path / "model.safetensors").write_bytes(weights)
     assert encoder_version(str(tmp_path)) != version
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec(pretrained.MINILM_PACKAGE) is None,
-    reason="the extra 'encoder' is not installed",
-)
-def test_minilm_gives_similar_texts_similar_vectors() -> None:
-    encoder = TextEncoder("minilm", "folder", 256, 8)
-    vectors = encoder.encode(
-        [
-            "a cordless power drill",
-            "battery driven electric screwdriver",
-            "a bowl of fruit salad",
-        ]
-    )
-    assert vectors.shape == (3, 384)
-    similarity = vectors @ vectors.T
-    np.testing.assert_allclose(np.diag(similarity), 1, atol=1e-5)
-    assert similarity[0, 1] > similarity[0, 2] + 0.2
 
 
 def build_items(**columns: Any) -> pa.Table:
@@ -189,15 +157,6 @@ def test_items_without_text_are_empty_strings_and_reported_or_refused() -> None:
         item_texts(table[1:], EmbedConfig())
 
 
-def test_texts_of_only_punctuation_count_as_no_text() -> None:
-    table = build_items(text_title=["Drill", "...", "!?", "_", "茶", "7"])
-    lines: list[str] = []
-
-    item_texts(table, EmbedConfig(), lines.append)
-
-    assert [line[:40] for line in lines] == ["note: 3 of 6 items have no text in title"]
-
-
 def test_equal_texts_are_reported_without_a_warning_of_numpy(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
@@ -210,16 +169,6 @@ def test_equal_texts_are_reported_without_a_warning_of_numpy(
     (line,) = lines
     assert "all 9 items have the same text" in line
     assert not recwarn.list
-
-
-def test_tfidf_gives_texts_with_shared_words_similar_vectors() -> None:
-    texts = ["red drill big", "red drill small", "garden hose", "garden hose long"]
-    (vectors,) = embed_ranges(texts, "tfidf", EmbedConfig(svd=3), str)
-    similarity = vectors @ vectors.T
-    assert similarity[0, 1] > similarity[0, 2] + 0.3
-    assert similarity[2, 3] > similarity[1, 3] + 0.3
-    with pytest.raises(UserError, match="be fitted to 2 texts"):
-        next(embed_ranges(["", "!"], "tfidf", EmbedConfig(svd=3), str))
 
 
 def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_yielded_in_ranges(

@@ -24,7 +24,7 @@ from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
 from models.retrieval.tokenizers.tokenizer import Published
 from pipelines.encode.config import EmbedConfig
-from pipelines.encode.extend import describe_drift, extend
+from pipelines.encode.extend import extend
 from pipelines.encode.precomputed import read_precomputed
 from pipelines.encode.texts import EmbeddingSource
 from pipelines.encode.tokenize import TokenizerPaths, read_codes, tokenize
@@ -98,18 +98,6 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     if name != "rqvae":
         error = old_sids.info.measures["quantization_error"]
         assert drift.error_old == pytest.approx(error, abs=1e-4)
-
-
-def test_a_large_drift_is_reported(ray_local: None, tmp_path: Path) -> None:
-    sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
-    items = write_items(tmp_path / "items", titles)
-    tokenize(TokenizerPaths(items, sids), KMEANS, SOURCE)
-    items = append_items(items, titles + build_titles(5))
-    paths = TokenizerPaths(items, str(tmp_path / "same"))
-
-    extended, *_ = extend(paths, sids, KMEANS, SOURCE)
-
-    assert "5 items since" in describe_drift(extended.info.drift)
 
 
 @pytest.mark.parametrize(("width", "scale"), [(0, 1.0), (3, 1.0), (0, 1e-5)])

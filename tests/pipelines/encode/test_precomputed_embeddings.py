@@ -87,32 +87,6 @@ def test_each_item_gets_its_row(
     assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
 
 
-def test_another_file_needs_overwrite(items: Table, tmp_path: Path) -> None:
-    file = write_parquet(tmp_path, LAYOUTS["lists"])
-    out = str(tmp_path / "out")
-    embed_items(
-        items,
-        out,
-        EmbeddingSource(precomputed=read_precomputed(file, "sku")),
-        say=str,
-    )
-    doubled = {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}
-    other_file = write_parquet(tmp_path, LAYOUTS["lists"] | doubled)
-
-    with pytest.raises(UserError, match="was made with own "):
-        embed_items(
-            items,
-            out,
-            EmbeddingSource(precomputed=read_precomputed(other_file, "sku")),
-        )
-
-
-def test_the_hash_depends_on_the_column_of_ids(tmp_path: Path) -> None:
-    file = write_parquet(tmp_path, LAYOUTS["lists"] | {"parent": IDS[::-1]})
-    by_parent, by_sku = read_precomputed(file, "parent"), read_precomputed(file, "sku")
-    assert by_parent.sha256 != by_sku.sha256
-
-
 def test_the_job_tokenizes_precomputed_embeddings(
     ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,21 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from core.errors import UserError
 from core.options import NamedConfig
 from core.schemas import SIDS, TRIE, EmbeddingsInfo, RetrievalInfo
-from core.tables import Table, has_manifest, open_table, read_manifest, writing
+from core.tables import Table, has_manifest, open_table, read_manifest
 from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.retrieval.tokenizers.psid import Psid
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 from models.retrieval.tokenizers.tokenizer import (
     Published,
-    Quantized,
     Tokenizer,
-    Training,
 )
 from pipelines.encode.config import EmbedConfig
 from pipelines.encode.texts import EmbeddingSource
@@ -31,7 +28,6 @@ from pipelines.encode.tokenize import (
     find_train_items,
     read_codes,
     tokenize,
-    train_codes,
 )
 from tests.fixtures.commands import read_table
 from tests.fixtures.item_tables import read_vectors, write_items
@@ -40,24 +36,6 @@ COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
 PUBLISHED = Published(NamedConfig())
 KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=8))
-
-
-class Signs(Tokenizer):
-    """A tokenizer of signs of embeddings, which needs no array to assign codes."""
-
-    name = "signs"
-
-    def fit(
-        self, embeddings: torch.Tensor, chosen: torch.Tensor | None = None
-    ) -> Training:
-        yield ""
-        codes = (embeddings[:, :2] > 0).long()
-        return Quantized(embeddings, torch.zeros(2, 2, 6), codes, 0.5)
-
-
-def test_the_codebooks_of_a_tokenizer_are_stored() -> None:
-    trained = train_codes(np.ones((5, 6), np.float32), Signs(None), str)
-    assert trained.arrays["codebooks"].shape == (2, 2, 6)
 
 
 @pytest.fixture
@@ -211,27 +189,6 @@ def test_tokenizers_share_embeddings(
     assert read_vectors(shared).shape == (COUNT, 5)
 
 
-def test_folders_that_another_job_writes_are_refused(
-    ray_local: None, items: Table, tmp_path: Path
-) -> None:
-    output, shared = tmp_path / "sids", tmp_path / "embeddings"
-    for busy in (output, shared):
-        with (
-            writing(str(busy)),
-            pytest.raises(
-                UserError, match=f"{busy} is being written by another process"
-            ),
-        ):
-            tokenize_items(items, output, embeddings=str(shared))
-    assert not list(tmp_path.glob("[se]*/**/*.parquet"))
-    tokenize_items(items, output, embeddings=str(shared))
-    with writing(str(shared)):  # finished embeddings can be read meanwhile
-        _, _, was_written = tokenize_items(
-            items, tmp_path / "other", RQ_OTHER, embeddings=str(shared)
-        )
-        assert was_written
-
-
 def test_other_settings_need_overwrite_and_replace_all_tables(
     ray_local: None, items: Table, tmp_path: Path
 ) -> None:
@@ -263,22 +220,6 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
 
 
 RQ_OTHER = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=5))
-
-
-def test_psid_codes_are_unique_without_a_conflict_level(
-    ray_local: None, items: Table, tmp_path: Path
-) -> None:
-    psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
-    sids, _, _ = tokenize_items(items, tmp_path / "sids", psid)
-    assert sids.info.conflict_level is False
-    assert sids.info.codebook_sizes == [6, 6, 6]
-    assert sids.info.measures["relaxed_items"] > 0
-    assert (
-        sids.info.measures["collision_rate"]
-        == 0
-        < sids.info.measures["collision_rate_before"]
-    )
-    assert len(np.unique(read_codes(sids), axis=0)) == COUNT
 
 
 def test_items_with_equal_texts_take_two_conflict_codes_or_are_refused(
@@ -330,19 +271,3 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
         [1, 0, 0],
         [1, 0, 1],
     ]
-
-
-def test_published_sids_replace_the_embeddings_of_earlier_sids(
-    ray_local: None, items: Table, tmp_path: Path
-) -> None:
-    tokenize_items(items, tmp_path / "sids")
-    path = tmp_path / "x.csv"
-    path.write_text("item_id,c1\n" + "".join(f"i{i:04d},{i}\n" for i in range(COUNT)))
-    tokenize_items(
-        items,
-        tmp_path / "sids",
-        PUBLISHED,
-        published=str(path),
-        overwrite=True,
-    )
-    assert not (tmp_path / "sids/embeddings").exists()

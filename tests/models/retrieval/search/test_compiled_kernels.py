@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
 from models.cpu import kernels
 from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear
@@ -108,66 +107,6 @@ def test_packed_attention_equals_float64_up_to_rounding(lengths, heads, width, s
 
 
 @needs_compiler
-@in_both_builds
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 17), (200, 128)])
-def test_scaled_rows_equal_rms_norm(rows, width):
-    x = draw_normal(rows, width)
-    x[0] = 0.0
-    expected = functional.rms_norm(x.double(), (width,), eps=1e-6)
-    torch.testing.assert_close(
-        kernels.scaled_rows(x, 1e-6).double(), expected, rtol=1e-5, atol=1e-6
-    )
-
-
-@needs_compiler
-@in_both_builds
-@pytest.mark.parametrize("levels", [1, 2, 4, 19])
-@pytest.mark.parametrize("width", [5, 64])
-def test_beam_attention_equals_attention_over_gathered_rows(levels, width):
-    heads, rows = 3, 40
-    generator = torch.Generator().manual_seed(0)
-    q = draw_normal(rows, heads * width, seed=99)
-    bias = draw_normal(heads, levels)
-    codes = [draw_normal(7 + t, 2 * heads * width, seed=t) for t in range(levels)]
-    code_rows = [torch.randint(0, len(x), (rows,), generator=generator) for x in codes]
-
-    mixed = kernels.beam_attention(q, codes, code_rows, bias, heads)
-
-    gathered = torch.stack(
-        [x[index] for x, index in zip(codes, code_rows, strict=True)]
-    )
-    k, v = gathered.unflatten(2, (2, heads, width)).unbind(2)  # (levels, rows, H, K)
-    scores = torch.einsum("nhk,tnhk->nht", q.unflatten(1, (heads, width)), k) + bias
-    expected = torch.einsum("nht,tnhk->nhk", scores.softmax(-1), v).flatten(1)
-    torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
-
-
-@needs_compiler
-@in_both_builds
-@pytest.mark.parametrize("width", [1, 15, 16, 17, 100])
-def test_log_softmax_part_equals_columns_of_the_log_softmax(width):
-    logits = draw_normal(6, width, scale=30.0)
-    logits[0, 0] = -torch.inf
-    logits[1] = 500.0
-    first = width // 3
-
-    part = kernels.log_softmax_part(logits, first, width - first)
-
-    if width > 1:
-        expected = logits.log_softmax(1)[:, first:]
-        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
-    else:
-        assert part[1:].tolist() == [[0.0]] * 5
-
-
-def test_a_missing_compiler_gives_a_warning(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.warns(UserWarning, match="kernels cannot be compiled"):
-        assert load_library() is None
-
-
-@needs_compiler
 def test_the_library_is_built_once(small_source, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_library() is not None
@@ -192,17 +131,6 @@ def test_a_broken_compiler_gives_a_warning_of_one_line(command, monkeypatch, tmp
     with pytest.warns(UserWarning, match="kernels cannot be compiled: .+"):
         assert load_library() is None
     assert list((tmp_path / "trieline").iterdir()) == []
-
-
-@needs_compiler
-def test_packed_attention_rejects_arguments_beyond_its_memory():
-    begin = torch.tensor([0, 2, 5])
-    qkv, bias = draw_normal(5, 24), draw_normal(2, 3, 3)
-    for offsets in ([0, 2, 6], [1, 2, 5], [0, 6, 5]):
-        with pytest.raises(ValueError, match="begin"):
-            kernels.packed_attention(qkv, torch.tensor(offsets), bias, 2)
-    with pytest.raises(ValueError, match="bias"):
-        kernels.packed_attention(qkv, begin, bias[:, :2, :2], 2)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

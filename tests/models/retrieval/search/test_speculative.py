@@ -44,9 +44,9 @@ class TableTarget:
         self.passes.append(rows.tolist())
         prefix = torch.zeros((len(rows), 1), dtype=torch.long)
         log_probs = [tables[0][rows][:, :1]]
-        for level, parents in enumerate(tree.parents):
+        for level, (parents, codes) in enumerate(tree):
             size = tables[level].shape[2]
-            prefix = prefix.gather(1, parents) * size + tree.codes[level]
+            prefix = prefix.gather(1, parents) * size + codes
             log_probs.append(tables[level + 1][rows.unsqueeze(1), prefix])
         return log_probs[first:]
 
@@ -276,10 +276,3 @@ def test_a_request_gets_the_same_distinct_items_alone_and_in_a_batch(
         assert len(set(ranked)) == len(ranked)
         for item, score in zip(ranked, scores, strict=False):
             assert score == scorer.prefix_score(user, codes[item])
-
-
-def test_a_trie_of_other_codebooks_is_rejected() -> None:
-    scorer = TableScorer(draw_tables(1))
-    other = Trie(torch.tensor([(0, 0), (0, 1), (1, 0), (1, 1)]), (2, 2))
-    with pytest.raises(ValueError, match="scores 3 codes at level 0, the trie has 2"):
-        search(scorer, scorer, other, 1, Speculation(1))

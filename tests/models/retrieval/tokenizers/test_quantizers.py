@@ -183,21 +183,3 @@ def test_equal_codes_are_separated_at_the_least_total_cost() -> None:
 
     total_cost = float(cost[rows, codes[:, 1]].sum())
     assert total_cost == pytest.approx(least_cost)
-
-
-def test_separation_changes_last_codes_alone_and_distinct_codes_not_at_all() -> None:
-    generator = seeded(1)
-    first_codebook = 10 * torch.randn(8, 4, generator=generator)
-    last_codebook = torch.randn(8, 4, generator=generator)
-    codebooks = torch.stack([first_codebook, last_codebook])
-    noise = 0.2 * torch.randn(18, 4, generator=generator)
-    vectors = first_codebook[torch.arange(18) % 3] + noise
-    codes, _ = quantize_vectors(vectors, codebooks)
-    assert len(codes.unique(dim=0)) < 18
-
-    separated = separate_equal_codes(vectors, codebooks, codes)
-
-    assert len(separated.unique(dim=0)) == 18
-    assert torch.equal(separated[:, 0], codes[:, 0])
-    again = separate_equal_codes(vectors, codebooks, separated)
-    assert torch.equal(again, separated)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from core.errors import UserError
 from models.retrieval.tokenizers.codes import (
     add_conflict_levels,
-    collision_groups,
     conflict_ranks,
     measure_collisions,
 )
@@ -134,17 +133,6 @@ def test_too_many_items_with_equal_codes_are_rejected_with_limit_and_remedy() ->
     message = r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9"
     with pytest.raises(UserError, match=message):
         add_conflict_levels(codes, limit=3)
-
-
-@pytest.mark.parametrize("size", [3, 2**16, 2**40])
-def test_collision_groups_hold_equal_codes_even_if_their_product_overflows(
-    size: int,
-) -> None:
-    rng = np.random.default_rng(size)
-    codes = rng.integers(size, size=(8, 5))[rng.integers(8, size=60)]
-    codes[:, 2] = rng.integers(2, size=60)
-    _, expected = np.unique(codes, axis=0, return_inverse=True)
-    assert collision_groups(codes).tolist() == expected.reshape(-1).tolist()
 
 
 @given(CODE_ROWS)
