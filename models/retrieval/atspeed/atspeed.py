@@ -23,7 +23,6 @@ Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -297,29 +296,25 @@ class AtSpeed(Student):
         num_prefixes = 1 + (self.trie.levels - 1) * width
         scores_per_user = self.reused.stack.sizes.num_heads * num_prefixes**2
         size = max(1, MAX_TREE_SCORES // scores_per_user)
-        pieces = []
-        for first in range(0, len(history.lengths), size):
-            index = slice(first, first + size)
+
+        def search_piece(index: slice) -> SpeculativeResult:
             piece = history.rows(index)
-            pieces.append(
-                speculative_search(
-                    partial(self._verify, piece),
-                    lambda rows, piece=piece: self.decoder.scorer(piece.rows(rows)),
-                    self.trie,
-                    len(piece.lengths),
-                    k,
-                    options,
-                    None if keys is None else keys[index],
-                )
+            return speculative_search(
+                lambda rows, tree, first: score_tree(
+                    self.reused, piece.rows(rows), tree, first
+                ),
+                lambda rows: self.decoder.scorer(piece.rows(rows)),
+                self.trie,
+                len(piece.lengths),
+                k,
+                options,
+                None if keys is None else keys[index],
             )
+
+        starts = range(0, len(history.lengths), size)
+        pieces = [search_piece(slice(first, first + size)) for first in starts]
         columns = zip(*pieces, strict=True)
         return SpeculativeResult(*(torch.cat(column) for column in columns))
-
-    def _verify(
-        self, history: History, rows: Tensor, tree: Tree, first: int
-    ) -> list[Tensor]:
-        """Return the target's log-probabilities after the prefixes of some requests."""
-        return score_tree(self.reused, history.rows(rows), tree, first)
 
     def recommend(
         self, batch: HistoryBatch, k: int, **options: Any

@@ -192,7 +192,7 @@ class LcRec(Retriever):
             ]
         tokenizer = choose_tokenizer(config, titles)
         tokens, lengths = encode_titles(tokenizer, titles, config.title_tokens)
-        prompts = {}
+        prompts: dict[str, tuple[Tensor, Tensor]] = {}
         for task in tasks:
             words = encode_prompt(tokenizer, task)
             prompts[task] = torch.tensor(words["before"]), torch.tensor(words["after"])
