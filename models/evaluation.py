@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from models.dataset.dataset import RequestDataset
+from models.dataset.dataset import Dataset
 from models.metrics.per_user_metrics import PerUserValues
 from models.metrics.ranking_metrics import Histogram
 from models.training.loop import ValidationStopped
@@ -39,7 +39,7 @@ class Measurement:
 
 def measure_examples(
     model: Any,
-    examples: RequestDataset,
+    examples: Dataset,
     *,
     batch_size: int,
     device: torch.device,

@@ -78,7 +78,7 @@ def replace_sequences_version(
 
 def check_kind(name: str, versions: Mapping[str, Table[Any]]) -> None:
     """Raise UserError if the model `name` reads sequences of another kind."""
-    kind, expected = versions["sequences"].info.kind, registry.find(name).kind
+    kind, expected = versions["sequences"].info.kind, registry.find(name).kind.name
     if kind != expected:
         raise UserError(f"'{name}' is of {expected}, and the tables of {kind}", "kind")
 

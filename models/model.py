@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from models.cpu.matmul import use_exact_onednn
-from models.dataset.dataset import RequestDataset
+from models.dataset.dataset import Dataset
+from models.dataset.kind import Kind, NewExamples, Selection
 from models.requests import Requests
 
 Ranked = Literal["catalogue", "candidates", "nothing"]
@@ -41,13 +42,11 @@ class Model(nn.Module):
 
     name: ClassVar[str]
     """Name of the model in the registry."""
-    kind: ClassVar[str]
-    """Kind of requests that the model reads: `retrieval`, `search` or `actions`."""
+    kind: ClassVar[Kind]
+    """Kind of requests that the model reads."""
     config_class: ClassVar[type]
     """Subclass of `NamedConfig` with the model's options, also `max_history`."""
 
-    dataset_class: ClassVar[type[RequestDataset]]
-    """Dataset for training and evaluation."""
     requests_class: ClassVar[type[Requests]]
     """Parser of the requests to a served model."""
     catalogue_class: ClassVar[Any]
@@ -160,8 +159,9 @@ class Model(nn.Module):
         split: str,
         unit: str = "",
         max_history: int = 0,
-        **share: Any,
-    ) -> Any:
+        new: NewExamples | None = None,
+        **share: int,
+    ) -> Dataset:
         """Load the examples of a split.
 
         Args:
@@ -170,19 +170,21 @@ class Model(nn.Module):
             unit: Unit of an example; by default the unit of evaluation.
             max_history: Maximum number of behaviours of a history; by default the value
                 in the config.
-            share: This worker's `rank` and `world`, and the selection `new`.
+            new: Selection of the training examples; None for all.
+            share: This worker's `rank` and `world`.
         """
-        return self.dataset_class.load(
-            catalogue.versions["sequences"],
+        selection = Selection(
             split,
             unit or self.eval_unit,
             max_history or self.config.max_history,
             self.dataset_options(catalogue),
-            **share,
+            new,
         )
+        sequences = catalogue.versions["sequences"]
+        return Dataset.load(self.kind, sequences, selection, **share)
 
     def prepare_training(
-        self, catalogue: Any, datasets: Mapping[str, RequestDataset]
+        self, catalogue: Any, datasets: Mapping[str, Dataset]
     ) -> list[str]:
         """Load training inputs other than the tables, such as the outputs of a teacher.
 

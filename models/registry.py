@@ -136,6 +136,6 @@ def find_baselines(kind: str) -> list[str]:
     for name in MODELS:
         model_class = find(name)
         is_baseline = model_class.is_baseline or model_class.is_diagnostic
-        if is_baseline and model_class.kind == kind:
+        if is_baseline and model_class.kind.name == kind:
             names.append(name)
     return names

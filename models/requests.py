@@ -36,6 +36,7 @@ from core.ids import parse_item_id
 from core.schemas import CustomFeatures
 from core.tables import LARGEST_NUMBER
 from models.custom_features import CATEGORY, NUMBER
+from models.dataset.kind import Selection
 from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
@@ -225,16 +226,13 @@ class Requests:
             max_history: Maximum number of behaviours of a request.
             changes: Options of the dataset that differ from those of the training.
         """
-        dataset_class = self.model.dataset_class
-        options = self.model.dataset_options(self.catalogue)
-        dataset = dataset_class(
-            dataset_class.decode(pa.Table.from_pylist(rows, self.schema), self.info),
-            self.split,
-            self.model.eval_unit,
-            max_history,
-            replace(options, **changes) if changes else options,
-        )
-        return dataset.collate(np.arange(len(rows)))
+        kind, options = self.model.kind, self.model.dataset_options(self.catalogue)
+        columns = kind.decode(pa.Table.from_pylist(rows, self.schema), self.info)
+        if changes:
+            options = replace(options, **changes)
+        unit = self.model.eval_unit
+        selection = Selection(self.split, unit, max_history, options)
+        return kind.collate(kind.plan(columns, selection))
 
     @classmethod
     def list_names(cls, info: Any) -> dict[str, Any]:

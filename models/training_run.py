@@ -27,7 +27,8 @@ from core.tables import Table, open_table
 from models import registry
 from models.custom_features import adopt_scales
 from models.dataset.columns import cache_folder
-from models.dataset.dataset import NewExamples, RequestDataset
+from models.dataset.dataset import Dataset
+from models.dataset.kind import NewExamples
 from models.evaluation import add_sums, measure_examples
 from models.loaded_model import load_catalogue
 from models.model import Model
@@ -45,9 +46,9 @@ class TrainingRun:
     """The model on its device, initialised from the seed or from a checkpoint."""
     catalogue: Any
     """Catalogue of the tables."""
-    train: RequestDataset
+    train: Dataset
     """Examples of the train split."""
-    val: RequestDataset
+    val: Dataset
     """Examples of the validation split."""
     fit: FitConfig
     """Options of the training loop."""
@@ -58,7 +59,7 @@ class TrainingRun:
     messages: list[str] = field(default_factory=list)
     """Messages to print before training, about weights and precomputed values."""
     learned_per_example: float = 1.0
-    """Number of `train.learned_unit` of a training example, which may be a window that
+    """Number of `kind.learned_unit` of a training example, which may be a window that
     serves many requests."""
     should_stop: Callable[[], bool] = lambda: False
     """Called before every validation batch; the validation stops if it returns true."""
@@ -109,7 +110,7 @@ class TrainingRun:
         catalogue = load_catalogue(config.name, inputs, scales)
         if initial and init:
             check_init(initial, init, catalogue.versions, model_class, fit)
-        new = NewExamples(since, fit.replay_fraction, fit.seed)
+        new = NewExamples(since, fit.replay_fraction, fit.seed) if since else None
         torch.manual_seed(fit.seed)
         module = model_class(config, catalogue).to(device)
         load = partial(module.load_examples, catalogue, rank=rank, world=world)
@@ -125,12 +126,13 @@ class TrainingRun:
             )
             messages += [f"weights of {init}", *changes, *scale_messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
-        learned_per_example = train.num_learned / len(train)
+        learned_per_example = train.examples.num_learned / len(train)
         # After `prepare_training`: the teacher's outputs cover all examples, as other
         # runs share them.
         if fit.train_examples:
             train.keep_random(fit.train_examples)
-        size = train.cache_bytes / 2**20
+        columns = train.examples.columns.values()
+        size = sum(column.nbytes for column in columns) / 2**20
         messages.append(
             f"decoded tables: {size:,.1f} MiB in the cache {cache_folder()}"
         )
@@ -204,7 +206,7 @@ class TrainingRun:
         Args:
             fields: Fields of the checkpoint that change during a run, such as `step`.
         """
-        new_examples = self.train.new_examples
+        new_examples = self.train.selection.new
         split = self.catalogue.versions["sequences"].info.split
         return Checkpoint(
             model=self.model.config_to_dict(self.config),

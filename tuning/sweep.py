@@ -266,7 +266,7 @@ def check_trials(sweep: Sweep) -> str:
             known = [*evaluated.checkpoint.metrics, "users_per_s", "peak_memory_mb"]
             metric = sweep.metric.removeprefix("test/")
             check_known([metric], known, f"metric of the grid {sweep.grid.name}")
-    return registry.find(name).kind
+    return registry.find(name).kind.name
 
 
 def run_pending(sweep: Sweep) -> dict[str, str]:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from core.options import STRICT, Dropout, Fraction
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.data import ActionsOptions
 from models.actions.model import ActionsModel
+from models.actions.requests import ActionsOptions
 from models.custom_features import CustomInputs
 from models.label_loss import (
     LabelOptions,

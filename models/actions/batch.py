@@ -84,6 +84,23 @@ class ActionsBatch(Batch):
         """Return a field of the context, then of the candidates, (B, T + C, ...)."""
         return torch.cat([getattr(self, name), getattr(self, f"candidate_{name}")], 1)
 
+    def candidate_keys(self) -> dict[str, Tensor]:
+        """Return the user, request, time, item and labels of each valid candidate.
+
+        The candidates of a user with the same timestamp form one request. Impressions
+        have no query, so `query` is -1.
+        """
+        valid = self.candidate_valid
+        time = self.candidate_time[valid]
+        return {
+            "user_row": self.user_row[:, None].expand_as(valid)[valid],
+            "request": time,
+            "time": time,
+            "query": torch.full_like(time, -1),
+            "item": self.candidate_item[valid],
+            "labels": self.candidate_label[valid],
+        }
+
     def count_earlier(self) -> Tensor:
         """Count the strictly earlier context events of each event and candidate.
 

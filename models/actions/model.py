@@ -14,16 +14,14 @@ from torch import Tensor
 from models.actions import metrics
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.data import ActionsDataset, ActionsOptions
-from models.actions.requests import ActionsRequests
+from models.actions.requests import ACTIONS, ActionsOptions, ActionsRequests
 from models.model import Model, Ranked
 
 
 class ActionsModel(Model):
     """A model that scores each task for a user's candidates by `score(batch)`."""
 
-    kind = "actions"
-    dataset_class = ActionsDataset
+    kind = ACTIONS
     requests_class = ActionsRequests
     catalogue_class = ActionsCatalogue
     extra_inputs: ClassVar[Mapping[str, bool]] = {"text": False}

@@ -1,33 +1,61 @@
-"""Requests to served actions models: history, candidates and new items.
+"""Actions requests: from rows of `sequences` to batches, and the served request.
 
-Actions are numbers from 0 to 1; `inputs` in the model's metadata defines their scale.
-An action that is left out counts as not taken. `new_items` may hold items that are not
-in the catalogue, each with its `item_id`, and its text and attributes by name. New
-items can be candidates or part of the history; the model reads them by their content. A
-missing value of an item counts as unknown, as does a category that is not in the
-training data. A late feature that is left out is replaced by its mean over training.
+    selection = Selection("train", "user", 1024, ActionsOptions())
+    dataset = Dataset.load(ACTIONS, sequences, selection)
 
-Shapes: `A` kinds of action, `F` late features, `n` new items.
+The rows of a training batch have similar lengths, which keeps padding small. Training
+batches have about equally many events, so that all events have the same weight in the
+loss. A user with more than `max_history` training events has several examples, cut
+from the last event backwards. These examples overlap by `window_overlap * max_history`
+events. An event in two examples is learned in the earlier one and is history in the
+later one. Units of a training example:
+
+- `user`: a sequence of training events, all of them context. Each event is learned in
+  one example.
+- `split_sequence`: a sequence cut into context and candidates, for models that learn
+  candidates only. The cut is drawn uniformly for each example and epoch, and spread
+  evenly over the rows of a batch, so that a batch learns about half of its events. At
+  least one event is a candidate. Events that another example learns are context.
+
+In val and test, the context is the latest `max_history` events before the split. The
+candidates are all events of the user in the split; the context may be empty.
+
+In a served request, actions are numbers from 0 to 1; `inputs` in the model's metadata
+defines their scale. An action that is left out counts as not taken. `new_items` may
+hold items that are not in the catalogue, each with its `item_id`, and its text and
+attributes by name. New items can be candidates or part of the history; the model reads
+them by their content. A missing value of an item counts as unknown, as does a category
+that is not in the training data. A late feature that is left out is replaced by its
+mean over training.
+
+Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks,
+`F` late features, `V` viewer-side categories, `n` examples.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import ChainMap
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, Required, Self
+from typing import Annotated, Any, ClassVar, Required, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
+from torch import Tensor
 
+from core.ragged import lengths_to_offsets, pad_indices, pad_ragged, row_numbers
 from core.schemas import ActionsInfo, actions_schema
-from models.actions.batch import ActionsBatch
+from models.actions.batch import ActionsBatch, has_tied_times
 from models.actions.catalogue import ActionsCatalogue
-from models.custom_features import CATEGORY, NUMBER
+from models.custom_features import CATEGORY, NUMBER, read_features
+from models.dataset.columns import Columns
+from models.dataset.kind import Examples, Kind, Selection
 from models.requests import (
     CandidateRequest,
     ItemId,
@@ -43,6 +71,234 @@ from models.requests import (
     refuse_large,
 )
 from models.text.text_encoder import TextCache, format_item_texts, text_columns
+
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""Step, modulo 1, between the cuts of a batch's rows, which spreads them evenly."""
+
+MAX_PAIRS = 1 << 24
+"""Maximum B x C x (T + 1) of an evaluation batch with several rows, which bounds the
+memory of attention scores."""
+
+EVENT_COLUMNS = ("item", "time", "action", "label", "feature", "viewer", "custom")
+"""Columns by event; `viewer` and `custom` exist only if the log has them."""
+
+TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
+"""Types of a batch's tensors; others are float32."""
+
+
+def list_columns(info: ActionsInfo) -> list[str]:
+    """Return the columns that `decode` reads, with viewer-side and custom features."""
+    viewers = [f"cat_{name}" for name in info.viewers]
+    events = ["item_index", "timestamp_ms", *viewers, *info.custom.names]
+    return [*events, "actions", "tasks", "features", "train_end", "val_end"]
+
+
+def decode(table: pa.Table, info: ActionsInfo) -> Columns:
+    """Decode one part of the sequences of a log of actions.
+
+    Returns:
+        Columns by user: `behaviours_per_user`, and `train_end` and `val_end`, the
+        numbers of events before the val and before the test split.
+
+        Columns by event: `item`, `time`, `action` (A), `label` (K) and `feature` (F).
+        If the log has viewer-side categories, `viewer` (V) holds the index of each
+        value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
+        custom features, `custom` holds them as `read_features` returns them.
+    """
+    item_lists = table["item_index"].combine_chunks()
+    item = item_lists.flatten().to_numpy().astype(np.int32)
+
+    def by_event(name: str) -> pa.Array:
+        return table[name].combine_chunks().flatten()
+
+    def vectors(name: str, width: int) -> NDArray:
+        """Return vectors (events, width) as uint8 or float16 if that is exact."""
+        if not width:
+            return np.zeros((len(item), 0), np.uint8)
+        values = by_event(name).flatten().to_numpy(zero_copy_only=False)
+        values = values.reshape(-1, width)
+        for dtype in (np.uint8, np.float16):
+            with np.errstate(invalid="ignore", over="ignore"):
+                narrow = values.astype(dtype)
+            if np.array_equal(narrow, values, equal_nan=dtype is np.float16):
+                return narrow
+        return values
+
+    columns = {
+        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
+        "train_end": table["train_end"].to_numpy().astype(np.int32),
+        "val_end": table["val_end"].to_numpy().astype(np.int32),
+        "item": item,
+        "time": by_event("timestamp_ms").to_numpy(),
+        "action": vectors("actions", len(info.actions)),
+        "label": vectors("tasks", len(info.tasks)),
+        "feature": vectors("features", len(info.features)),
+    }
+    if info.viewers:
+        codes = []
+        for name, values in info.viewers.items():
+            index = pc.index_in(by_event(f"cat_{name}"), pa.array(values, pa.string()))
+            codes.append(pc.fill_null(index, -1).to_numpy().astype(np.int32) + 1)
+        columns["viewer"] = np.stack(codes, 1)
+    if info.custom.names:
+        custom_columns = {name: by_event(name) for name in info.custom.names}
+        columns["custom"] = read_features(info.custom, custom_columns, len(item))
+    return columns
+
+
+@dataclass(frozen=True)
+class ActionsOptions:
+    """Options of a dataset of actions."""
+
+    window_overlap: float = 0.5
+    """Share of `max_history` by which a user's training examples overlap."""
+    keep_empty: bool = False
+    """Whether evaluation has examples of users without a candidate too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionsExamples(Examples):
+    """Windows of users' events: context, followed by candidates."""
+
+    arrays: ClassVar[tuple[str, ...]] = (
+        *Examples.arrays,
+        "begin",
+        "context",
+        "shared",
+    )
+    counts_examples: ClassVar[bool] = True
+
+    begin: NDArray[np.int64]
+    """(n,) index of each example's first event in the columns."""
+    context: NDArray[np.int64]
+    """(n,) number of context events."""
+    shared: NDArray[np.int64]
+    """(n,) number of first context events that are not learned in this example."""
+
+    def sort_order(self) -> NDArray[np.int64]:
+        """Return the order by context length, in powers of two, then by candidates."""
+        candidates = self.lengths - self.context
+        octave = np.log2(self.context + 1).astype(np.int64)
+        return np.lexsort((self.context, candidates, octave))
+
+    def cut(self, batch_size: int) -> Iterator[slice]:
+        """Cut the examples into batches.
+
+        A batch has at most `batch_size` examples and, unless it has a single example,
+        at most `MAX_PAIRS` pairs of a candidate and a context event.
+        """
+        first, max_context, max_candidates = 0, 1, 0
+        candidates = self.lengths - self.context
+        sizes = zip(self.context.tolist(), candidates.tolist(), strict=True)
+        for i, (context, num_candidates) in enumerate(sizes):
+            max_context = max(max_context, context)
+            max_candidates = max(max_candidates, num_candidates)
+            num_pairs = (i - first + 1) * max_candidates * (max_context + 1)
+            if i > first and (i - first == batch_size or num_pairs > MAX_PAIRS):
+                yield slice(first, i)
+                first, max_context, max_candidates = i, max(1, context), num_candidates
+        if len(self):
+            yield slice(first, len(self))
+
+    def draw(self, seed: list[int]) -> Self:
+        """Draw the cuts of a batch's sequences, for the unit `split_sequence`."""
+        if self.selection.unit != "split_sequence":
+            return self
+        rng = np.random.default_rng(seed)
+        share = (rng.random() + np.arange(len(self)) * GOLDEN_RATIO) % 1
+        drawn = (share * (self.lengths - self.shared)).astype(np.int64)
+        return replace(self, context=self.shared + drawn)
+
+
+def plan(columns: Columns, selection: Selection) -> ActionsExamples:
+    """Cut the events of the split into examples."""
+    options: ActionsOptions = selection.options
+    max_history, split = selection.max_history, selection.split
+    offsets = lengths_to_offsets(columns["behaviours_per_user"])
+    train_end = columns["train_end"].astype(np.int64)  # by user, as is `val_end`
+    val_end = columns["val_end"].astype(np.int64)
+    if split == "train":  # windows without candidates
+        stride = max(1, max_history - int(options.window_overlap * max_history))
+        excess = np.maximum(train_end - max_history, 0)
+        num_windows = np.where(train_end > 0, 1 + (excess + stride - 1) // stride, 0)
+        user = row_numbers(num_windows)  # by window, as are the arrays below
+        index = np.arange(len(user)) - lengths_to_offsets(num_windows)[user]
+        end = train_end[user] - (num_windows[user] - 1 - index) * stride
+        begin = np.maximum(end - max_history, 0)
+        context = lengths = end - begin
+        shared = np.where(index > 0, context - stride, 0)
+    else:  # context without a learned event, and the candidates
+        split_begin = train_end if split == "val" else val_end
+        split_end = val_end if split == "val" else columns["behaviours_per_user"]
+        user = np.flatnonzero((split_end > split_begin) | options.keep_empty)
+        begin = np.maximum(split_begin[user] - max_history, 0)
+        context = shared = split_begin[user] - begin
+        lengths = split_end[user] - begin
+    begin = offsets[user] + begin
+    if selection.new:
+        is_old = columns["time"] < selection.new.since
+        old_before = np.append(0, np.cumsum(is_old))
+        num_old = old_before[begin + context] - old_before[begin]
+        # a replayed example learns its old events too
+        before = np.full(len(begin), selection.new.since - 1)
+        is_replayed = selection.new.mask(before)
+        shared = np.where(is_replayed, shared, np.maximum(shared, num_old))
+    examples = ActionsExamples(
+        columns=columns,
+        selection=selection,
+        user=user,
+        lengths=lengths,
+        weights=lengths if split == "train" else np.ones_like(lengths),
+        num_requests=len(user),
+        num_learned=int((context - shared).sum()),
+        begin=begin,
+        context=context,
+        shared=shared,
+    )
+    if not selection.new:
+        return examples
+    examples = examples.take(np.flatnonzero(shared < context))
+    return replace(examples, num_requests=len(examples))
+
+
+def collate(examples: ActionsExamples) -> ActionsBatch:
+    """Collate examples into a batch, with padding on the right."""
+    context, columns = examples.context, examples.columns
+    index, inside = pad_indices(examples.begin, context)
+    candidate_index, candidate_inside = pad_indices(
+        examples.begin + context, examples.lengths - context, 0
+    )
+    tensors: dict[str, Tensor] = {}
+    for name in EVENT_COLUMNS:
+        if name not in columns:
+            continue
+        values, dtype = columns[name], TENSOR_TYPES.get(name, torch.float32)
+        past = pad_ragged(values, index, inside, 0)
+        tensors[name] = torch.from_numpy(past).to(dtype)
+        if name != "action":
+            asked = pad_ragged(values, candidate_index, candidate_inside, 0)
+            tensors[f"candidate_{name}"] = torch.from_numpy(asked).to(dtype)
+    valid = torch.from_numpy(inside)
+    is_shared = np.arange(index.shape[1]) < examples.shared[:, None]
+    return ActionsBatch(
+        user_row=torch.from_numpy(examples.user),
+        valid=valid,
+        learn=valid & ~torch.from_numpy(is_shared),
+        candidate_valid=torch.from_numpy(candidate_inside),
+        has_ties=has_tied_times(tensors["time"], valid),
+        **tensors,  # type: ignore[arg-type]
+    )
+
+
+ACTIONS = Kind(
+    "actions",
+    decode,
+    list_columns,
+    plan,
+    collate,
+    request_unit="sequences of events",
+    learned_unit="events",
+)
 
 LATEST_MS = 1 << 62
 """A time later than all times of logs."""

@@ -94,11 +94,6 @@ def open_columns(
     return _map_entry(entry)
 
 
-def columns_bytes(columns: Columns) -> int:
-    """Return the size of the arrays in bytes."""
-    return sum(array.nbytes for array in columns.values())
-
-
 def _decode_parts(
     uris: list[str],
     parquet_columns: list[str] | None,

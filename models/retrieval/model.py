@@ -18,18 +18,16 @@ from models.retrieval.data import (
     Catalogue,
     HistoryBatch,
     RequestBatch,
-    RetrievalDataset,
 )
 from models.retrieval.options import RecommendOptions
-from models.retrieval.requests import RetrievalRequests
+from models.retrieval.requests import RETRIEVAL, RetrievalRequests
 from models.retrieval.search.nearest import nearest_by_cosine
 
 
 class RetrievalModel(Model):
     """A model that ranks the catalogue after a history, by `recommend(batch, k)`."""
 
-    kind = "retrieval"
-    dataset_class = RetrievalDataset
+    kind = RETRIEVAL
     requests_class = RetrievalRequests
     catalogue_class = Catalogue
     options_class: ClassVar[type | None] = RecommendOptions

@@ -4,7 +4,7 @@
 
 Vectors of documents are a tensor, which models hold as a buffer. Vectors of queries and
 of pairs are memory-mapped files; a batch holds copies of the vectors that its examples
-need (`models/search/data.py`).
+need (`models/search/requests.py`).
 
 Shapes: `I` items, `Q` queries, `P` pairs of item and query, `F` features, `K` labels,
 `W` width of text.

@@ -25,7 +25,7 @@ from models.metrics.ranking_metrics import (
     ranking_sums,
     request_auc,
 )
-from models.search.data import SearchBatch
+from models.search.batch import SearchBatch
 
 SHOWN: tuple[str, ...] = ("gauc", "auc")
 """Metrics of a training's best epoch that are printed."""

@@ -14,16 +14,15 @@ from torch import Tensor
 from core.schemas import SearchInfo
 from models.model import Model, Ranked
 from models.search import metrics
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch, SearchDataset, SearchOptions
-from models.search.requests import SearchRequests
+from models.search.requests import SEARCH, SearchOptions, SearchRequests
 
 
 class SearchModel(Model):
     """A model that scores the candidates of requests by `score(batch)`."""
 
-    kind = "search"
-    dataset_class = SearchDataset
+    kind = SEARCH
     requests_class = SearchRequests
     catalogue_class = SearchCatalogue
     extra_inputs: ClassVar[Mapping[str, bool]] = {"text": True}

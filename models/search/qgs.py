@@ -34,8 +34,8 @@ from core.errors import UserError
 from core.options import STRICT
 from models.label_loss import label_loss
 from models.layers.hstu import HSTULayer
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch
 from models.search.encoders import (
     CausalBert,
     LayerStack,

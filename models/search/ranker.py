@@ -27,14 +27,15 @@ from models.label_loss import (
     sample_learned,
 )
 from models.layers.hstu import HSTULayer
+from models.search.batch import SearchBatch
 from models.search.catalogue import NO_QUERY, SearchCatalogue
-from models.search.data import SearchBatch, SearchOptions
 from models.search.inputs import (
     FeatureScaler,
     TextProjection,
 )
 from models.search.model import SearchModel
 from models.search.position import Mode, Position
+from models.search.requests import SearchOptions
 
 CATEGORY_WIDTH = 16
 """Width of the embedding of each category feature of the log."""

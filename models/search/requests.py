@@ -1,28 +1,69 @@
-"""Requests to served search models: a query, candidates, and a history.
+"""Search requests: from rows of `sequences` to batches, and the served request.
 
-A feature that is left out, or NaN, is replaced by its mean over training. Three kinds
-of features are filled in where a request leaves them out: features of items, the hour
-and weekday of the request's `timestamp_ms`, and, if the model was loaded with `counts`,
-the counts of `jobs.prepare --counts_as_of`. A request then needs no features of its
-candidates. Queries, and pairs of query and document, that are not in the training
-tables are encoded by the encoder of the bundle and cached. Without an encoder, an
-unknown query is treated as no query, with a warning.
+    options = SearchOptions(text=catalogue.text)
+    dataset = Dataset.load(SEARCH, sequences, Selection("train", "user", 100, options))
 
-Shapes: `F` features.
+An example is a history with all requests that it serves, so that one encoder pass
+serves all these requests. Units of an example:
+
+- `request`: every request has exactly the latest `max_history` behaviours before it.
+  Requests whose histories begin at the same behaviour share an example; for a user with
+  at most `max_history` behaviours, these are all requests.
+- `user`: the behaviours of a user are cut into overlapping windows, so that fewer
+  encoder passes serve all requests. A request has at least `window_overlap *
+  max_history` behaviours before it, or all if there are fewer.
+
+A behaviour is learned once, in the earliest example that has a behaviour before it
+(`first_new`). No example has more than `MAX_REQUESTS` requests. Requests with an empty
+history have examples too, since their query can be ranked by.
+
+In a served request, a feature that is left out, or NaN, is replaced by its mean over
+training. Three kinds of features are filled in where a request leaves them out:
+features of items, the hour and weekday of the request's `timestamp_ms`, and, if the
+model was loaded with `counts`, the counts of `jobs.prepare --counts_as_of`. A request
+then needs no features of its candidates. Queries, and pairs of query and document, that
+are not in the training tables are encoded by the encoder of the bundle and cached.
+Without an encoder, an unknown query is treated as no query, with a warning.
+
+Shapes: `B` rows, `R` requests, `N` candidates, `F` features, `K` labels, `n` examples,
+`m` requests of the split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
 
 from core.errors import UserError
+from core.ragged import (
+    find_rows,
+    gather_ranges,
+    lengths_to_offsets,
+    pad_indices,
+    pad_ragged,
+    row_numbers,
+    run_starts,
+)
 from core.schemas import SearchInfo, search_schema
+from core.splits import SPLITS
 from core.tables import read_parquet
+from models.custom_features import read_features
+from models.dataset.columns import Columns
+from models.dataset.encoding import (
+    PAD,
+    decode_splits,
+    request_columns,
+    request_number,
+    to_tensor,
+)
+from models.dataset.kind import Examples, Kind, Selection
 from models.requests import (
     CandidateRequest,
     Requests,
@@ -33,10 +74,224 @@ from models.requests import (
     custom_schema,
     fill_missing,
 )
-from models.search.catalogue import NO_QUERY, SearchCatalogue
+from models.search.batch import SearchBatch
+from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
 from models.search.counts import HOURS, Counts, time_features
-from models.search.data import SearchBatch
 from models.search.request_text import RequestText
+
+MAX_REQUESTS = 64
+"""Maximum number of requests of an example, which bounds the size of a batch."""
+
+
+def list_columns(info: SearchInfo) -> list[str]:
+    """Return the columns that `decode` reads, with labels and custom features."""
+    by_user = ["item_index", "timestamp_ms", "query_index", "features"]
+    by_request = ["history_end", "split", "candidates", "positions", *by_user[1:]]
+    labels = [f"label_{name}" for name in info.labels]
+    requests = request_columns(*by_request, *labels, *info.custom.names)
+    return [*by_user, *info.custom.names, *requests]
+
+
+def decode(table: pa.Table, info: SearchInfo) -> Columns:
+    """Decode one part of the sequences of a search log.
+
+    Returns:
+        Columns by user: `behaviours_per_user` and `requests_per_user`. By behaviour:
+        `item`, `time`, `query` and `history_features`. By request: `history_end`,
+        `split`, `request_query`, `request_time` and `candidates_per_request`. By
+        candidate: `candidate`, `position`, `labels` and `features`.
+    """
+    item_lists = table["item_index"].combine_chunks()
+    request_lists = table["requests"].combine_chunks()
+    requests = request_lists.flatten()
+    candidate_lists = pc.struct_field(requests, "candidates")
+
+    def by_behaviour(name: str) -> pa.Array:
+        return table[name].combine_chunks().flatten()
+
+    def by_request(name: str) -> NDArray:
+        return pc.struct_field(requests, name).to_numpy()
+
+    def by_candidate(name: str) -> pa.Array:
+        return pc.struct_field(requests, name).flatten()
+
+    features = []
+    for read, vectors, count in (
+        (by_behaviour, by_behaviour("features").flatten(), len(item_lists.flatten())),
+        (by_candidate, by_candidate("features"), len(candidate_lists.flatten())),
+    ):
+        matrix = vectors.to_numpy().reshape(count, len(info.features))
+        matrix = matrix.astype(np.float32, copy=False)
+        if info.custom.names:
+            custom = {name: read(name) for name in info.custom.names}
+            matrix = np.hstack([matrix, read_features(info.custom, custom, count)])
+        features.append(matrix)
+    labels = [
+        by_candidate(f"label_{name}").to_numpy(zero_copy_only=False)
+        for name in info.labels
+    ]
+    return {
+        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
+        "requests_per_user": pc.list_value_length(request_lists).to_numpy(),
+        "item": item_lists.flatten().to_numpy(),
+        "time": by_behaviour("timestamp_ms").to_numpy(),
+        "query": by_behaviour("query_index").to_numpy().astype(np.int32),
+        "history_features": features[0],
+        "history_end": by_request("history_end").astype(np.int32),
+        "split": decode_splits(pc.struct_field(requests, "split")),
+        "request_query": by_request("query_index").astype(np.int32),
+        "request_time": by_request("timestamp_ms"),
+        "candidates_per_request": pc.list_value_length(candidate_lists).to_numpy(),
+        "candidate": candidate_lists.flatten().to_numpy(),
+        "position": by_candidate("positions").to_numpy(),
+        "labels": np.stack(labels, 1),
+        "features": features[1],
+    }
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of a dataset of searches."""
+
+    text: SearchText = SearchText.empty(0, 0)
+    """Text vectors of batches; of width 0 for models that read no text."""
+    window_overlap: float = 0.75
+    """Minimum share of `max_history` that training reads before a request with a
+    longer history."""
+    batch_unit: str = "requests"
+    """Unit of the size of a training batch: `requests` or `users` (examples)."""
+    reads_history_queries: bool = False
+    """Whether batches have the text of behaviours' queries too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchExamples(Examples):
+    """Histories, each with the requests that it serves."""
+
+    arrays: ClassVar[tuple[str, ...]] = (
+        *Examples.arrays,
+        "begin",
+        "first",
+        "count",
+        "first_new",
+    )
+
+    offsets: NDArray[np.int64]
+    """Index of each user's first behaviour."""
+    request_offsets: NDArray[np.int64]
+    """Index of each user's first request."""
+    candidate_offsets: NDArray[np.int64]
+    """Index of each request's first candidate."""
+    requests: NDArray[np.int64]
+    """(m,) index of each request of the split in the columns."""
+    begin: NDArray[np.int64]
+    """(n,) index of each example's first behaviour within its user."""
+    first: NDArray[np.int64]
+    """(n,) index in `requests` of each example's first request."""
+    count: NDArray[np.int64]
+    """(n,) number of requests of each example."""
+    first_new: NDArray[np.int64]
+    """(n,) position of the first behaviour that no earlier example learns; at least 1,
+    since no behaviour precedes the first one."""
+
+
+def plan(columns: Columns, selection: Selection) -> SearchExamples:
+    """Group the requests of the split into examples."""
+    options: SearchOptions = selection.options
+    max_history = selection.max_history
+    request_offsets = lengths_to_offsets(columns["requests_per_user"])
+    requests = np.flatnonzero(columns["split"] == SPLITS.index(selection.split))
+    if selection.new:
+        requests = requests[selection.new.mask(columns["request_time"][requests])]
+    user = find_rows(request_offsets, requests)  # (m,)
+    end = columns["history_end"][requests].astype(np.int64)  # (m,)
+    # (m,) first behaviour of the window that serves each request
+    stride = 1
+    if selection.unit == "user":
+        stride = max(1, int(max_history * (1 - options.window_overlap)))
+    excess = np.maximum(end - max_history, 0)
+    begin = (excess + stride - 1) // stride * stride
+    # an example begins where a window begins, and after each `MAX_REQUESTS` requests
+    index = np.arange(len(requests))
+    starts = run_starts(user, begin)
+    since_start = index - np.repeat(starts, np.diff(np.append(starts, len(requests))))
+    first = np.flatnonzero(since_start % MAX_REQUESTS == 0)
+    user, begin = user[first], begin[first]
+    last_end = np.maximum.reduceat(end, first) if len(first) else end
+    learned_end = np.append(0, last_end)[:-1]  # of the user's previous example
+    learned_end[run_starts(user)] = 0
+    count = np.diff(np.append(first, len(requests)))
+    counts_requests = options.batch_unit == "requests" or selection.split != "train"
+    return SearchExamples(
+        columns=columns,
+        selection=selection,
+        user=user,
+        lengths=last_end - begin,
+        weights=count if counts_requests else np.ones(len(first), np.int8),
+        num_requests=len(requests),
+        num_learned=len(requests),
+        offsets=lengths_to_offsets(columns["behaviours_per_user"]),
+        request_offsets=request_offsets,
+        candidate_offsets=lengths_to_offsets(columns["candidates_per_request"]),
+        requests=requests,
+        begin=begin,
+        first=first,
+        count=count,
+        first_new=np.clip(learned_end - begin, 1, None),
+    )
+
+
+def collate(examples: SearchExamples) -> SearchBatch:
+    """Collate examples into a batch, with histories padded on the right."""
+    columns, user, count = examples.columns, examples.user, examples.count
+    options: SearchOptions = examples.selection.options
+    request = examples.requests[gather_ranges(examples.first, count)]
+    request_user = np.repeat(user, count)
+    number = request_number(
+        request_user, request - examples.request_offsets[request_user]
+    )
+    num_candidates = columns["candidates_per_request"][request].astype(np.int64)
+    candidate = gather_ranges(examples.candidate_offsets[request], num_candidates)
+    index, inside = pad_indices(
+        examples.offsets[user] + examples.begin, examples.lengths
+    )
+    history = pad_ragged(columns["item"], index, inside, PAD)
+    history_query = pad_ragged(columns["query"], index, inside, NO_QUERY)
+    history_features = pad_ragged(columns["history_features"], index, inside, 0)
+    item = columns["candidate"][candidate]
+    request_query = columns["request_query"][request]
+    request_end = columns["history_end"][request] - np.repeat(examples.begin, count)
+    text = options.text.collate(
+        history,
+        history_query if options.reads_history_queries else None,
+        request_query,
+        item,
+        num_candidates,
+    )
+    return SearchBatch(
+        history=to_tensor(history),
+        history_query=to_tensor(history_query),
+        history_time=to_tensor(pad_ragged(columns["time"], index, inside, 0)),
+        history_features=torch.from_numpy(history_features),
+        history_length=to_tensor(examples.lengths),
+        history_new=to_tensor(examples.first_new),
+        user_row=to_tensor(user),
+        request_row=to_tensor(row_numbers(count)),
+        request_end=to_tensor(request_end),
+        request_query=to_tensor(request_query),
+        request_time=to_tensor(columns["request_time"][request]),
+        request=to_tensor(number),
+        candidate=to_tensor(item),
+        candidate_request=to_tensor(row_numbers(num_candidates)),
+        candidate_position=to_tensor(columns["position"][candidate]),
+        candidate_valid=torch.ones(len(candidate), dtype=torch.bool),
+        labels=torch.from_numpy(columns["labels"][candidate]),
+        features=torch.from_numpy(columns["features"][candidate]),
+        **text,
+    )
+
+
+SEARCH = Kind("search", decode, list_columns, plan, collate)
 
 
 class SearchRequest(CandidateRequest):

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.errors import UserError, format_duration
 from models.dataset.batch import Batch
-from models.dataset.dataset import RequestDataset
+from models.dataset.dataset import Dataset
 from models.training import fsdp
 from models.training.cuda_graphs import CudaGraphs, compile_per_shape
 from models.training.distributed import set_workers
@@ -291,7 +291,7 @@ def make_step(
 
 def fit(
     model: Any,
-    train: RequestDataset,
+    train: Dataset,
     validate: Validate,
     config: FitConfig,
     *,

@@ -56,7 +56,7 @@ def measure_baselines(
         A list of baselines per ranking, empty for a kind without baselines.
     """
     baselines: list[list[Baseline]] = [[] for _ in rankings]
-    for name in registry.find_baselines(registry.find(model).kind):
+    for name in registry.find_baselines(registry.find(model).kind.name):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config = registry.find(name).config_class(name=name)
         config = resolve_config(config, inputs)

@@ -47,11 +47,10 @@ from core.tables import (
     writing,
 )
 from models import registry
-from models.dataset.dataset import RequestDataset
+from models.dataset.dataset import Dataset
 from models.dataset.encoding import request_index
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
-from models.retrieval.data import RetrievalDataset
 from models.retrieval.recommend import required_history
 from models.training import checkpoint
 from pipelines import cluster
@@ -137,7 +136,7 @@ class Inference:
     """Kind of the table."""
     count_name: ClassVar[str]
     """Key in the manifest of the sum of the parts' counts."""
-    examples: RequestDataset
+    examples: Dataset
     """The requests to rank."""
 
     def __init__(self, task: InferenceTask) -> None:
@@ -160,7 +159,6 @@ class Inference:
             task.split,
             max_history=required_history(max_history, task.recommend),
         )
-        self.user_rows = self.examples.user[self.examples.rows()]
         self.file = -1
 
     def __call__(self, unit: dict[str, Any]) -> dict[str, Any]:
@@ -185,9 +183,10 @@ class Inference:
             self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
             self.first_user = sum(part.rows for part in sequences.files[:file])
             self.file = file
-        index = self.user_rows - self.first_user
-        rows = self.examples.rows()[(first <= index) & (index < last)]
-        ordered = self.examples.sort_for_evaluation(rows)  # batches of similar lengths
+        index = self.examples.examples.user - self.first_user
+        rows = np.flatnonzero((first <= index) & (index < last))
+        # batches of similar lengths
+        ordered = rows[self.examples.examples.take(rows).sort_order()]
         ranked = []
         for batch_rows in self.examples.cut_batches(
             ordered, self.task.config.batch_size
@@ -225,7 +224,6 @@ class CatalogueInference(Inference):
 
     table = "recommendations"
     count_name = "below_k"
-    examples: RetrievalDataset
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Return user rows (B,), items (B, K) and scores (B, K).
@@ -249,10 +247,11 @@ class CatalogueInference(Inference):
         if request:
             number, target, repeats = (values[order] for values in request)
             index = request_index(number)
-            row = self.examples.request_offsets[user] + index
+            requests: Any = self.examples.examples
+            row = requests.request_offsets[user] + index
             columns += [
                 pa.array(index, pa.int32()),
-                pa.array(self.examples.columns["request_time"][row]),
+                pa.array(requests.columns["request_time"][row]),
                 pc.take(self.items, pa.array(target)),
                 pa.array(repeats.astype(bool)),
             ]
@@ -291,7 +290,7 @@ class CandidateInference(Inference):
 
         Labels and scores are (C, T), the other tensors (C,).
         """
-        keys = self.examples.candidate_keys(batch)
+        keys = batch.candidate_keys()
         scores = torch.sigmoid(check_finite(self.model.score(batch).float()))
         labels = keys["labels"][:, : scores.shape[1]]  # some models learn the first
         names = ("user_row", "request", "time", "query", "item")

@@ -181,6 +181,8 @@ def count_trained_items(loaded: LoadedModel, rank: int, world: int) -> torch.Ten
     train = loaded.model.load_examples(
         loaded.catalogue, "train", "behaviour", rank=rank, world=world
     )
-    targets = train.targets[train.evaluation_rows()]
+    examples: Any = train.examples.take(train.evaluation_rows())
+    requests = examples.requests[examples.first]
+    targets = examples.columns["target"][requests]
     counts = np.bincount(targets, minlength=loaded.catalogue.num_items)
     return torch.from_numpy(counts)

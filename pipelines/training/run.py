@@ -246,7 +246,7 @@ def open_run(
     """
     inputs, identity = config.inputs, identify(config)
     model_class = registry.find(config.model.name)
-    dataset = f"{model_class.kind}/{dataset_name(inputs.tables)}"
+    dataset = f"{model_class.kind.name}/{dataset_name(inputs.tables)}"
     tags = {**trial.tags, tracking.FOLDER_TAG: config.folder}
     if is_simulated(inputs.tables):
         tags[tracking.SIMULATED_TAG] = "true"

@@ -117,7 +117,10 @@ def train_by_gradient(
             logger.log(report.points, report.step)
             if report.ends_epoch or not (report.points or report.state):
                 line = describe(
-                    report, run.fit, run.learned_per_example, run.train.learned_unit
+                    report,
+                    run.fit,
+                    run.learned_per_example,
+                    run.model.kind.learned_unit,
                 )
                 backend.say(line)
             if report.interrupted:
@@ -206,12 +209,11 @@ def describe_run(
         f"{pluralize(count_parameters(run), 'parameter')}"
     )
     num_train, num_val = (
-        dataset.num_requests - dataset.num_without_history
-        for dataset in (run.train, run.val)
+        dataset.examples.num_requests for dataset in (run.train, run.val)
     )
     yield (
         f"{num_train:,} training and {num_val:,} validation "
-        f"{run.val.request_unit} here, "
+        f"{run.model.kind.request_unit} here, "
         f"{pluralize(run.train.num_steps(run.fit.batch_size), 'step')} per epoch"
     )
     yield from run.messages

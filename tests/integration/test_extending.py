@@ -58,7 +58,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch
+from models.search.batch import SearchBatch
 from models.search.inputs import TextProjection
 from models.search.model import SearchModel
 from models.search.ranker import RankerConfig
@@ -137,18 +137,15 @@ def check_changes(tables, rules, core_users):
 KIND_MODEL = '''
 """SASRec on the requests of the smallest kind."""
 
-from models.retrieval.data import RetrievalDataset
+from dataclasses import replace
+
+from models.retrieval.requests import RETRIEVAL
 from models.retrieval.sasrec import SASRec
-
-
-class ChangesDataset(RetrievalDataset):
-    kind = "changes"
 
 
 class ChangesSASRec(SASRec):
     name = "changes_sasrec"
-    kind = "changes"
-    dataset_class = ChangesDataset
+    kind = replace(RETRIEVAL, name="changes")
 '''
 
 

@@ -17,7 +17,7 @@ from core.tables import read_manifest
 from jobs import cli
 from jobs import prepare as job
 from jobs.prepare import run
-from models.retrieval.data import RetrievalDataset
+from models.retrieval.requests import RETRIEVAL
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import load_source
 from tests.fixtures.commands import load_split, read_config
@@ -172,9 +172,9 @@ def test_the_report_counts_requests_without_history_as_the_training_does(
 
     skipped = {}
     for split, num_requests in statistics["requests"].items():
-        examples = load_split(RetrievalDataset, tmp_path / "out" / "sequences", split)
-        assert examples.request_unit == "requests with a history"
-        skipped[split] = num_requests - examples.num_requests
+        examples = load_split(RETRIEVAL, tmp_path / "out" / "sequences", split)
+        assert examples.kind.request_unit == "requests with a history"
+        skipped[split] = num_requests - examples.examples.num_requests
     counts = ", ".join(f"{count} {split}" for split, count in skipped.items())
     line = (
         f"\nrequests without history (each user's first): {counts}; skipped in training "

@@ -180,7 +180,7 @@ SIZES: dict[str, dict[str, Any]] = {
             "expert_width": 16,
         }
         for name in registry.MODELS
-        if registry.find(name).kind == "actions"
+        if registry.find(name).kind.name == "actions"
         and registry.find(name).trains_by_gradient
     },
 }
@@ -223,7 +223,7 @@ def build_small_training(
         options["teacher"] = data[model_class.config_class.default_teacher]
     if name == "sid_mlp_pp":
         options["encoder"] = data["sid_mlp_pp_encoder"]
-    return build_training(options, fit, data[model_class.kind], device=device)
+    return build_training(options, fit, data[model_class.kind.name], device=device)
 
 
 def get_gradients(model: nn.Module) -> list[Tensor]:

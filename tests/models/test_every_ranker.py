@@ -64,7 +64,7 @@ def build(inputs: dict[str, Inputs]) -> Build:
 
     @cache
     def build_case(case: str) -> TrainingRun:
-        kind = registry.find(CASES[case]["name"]).kind
+        kind = registry.find(CASES[case]["name"]).kind.name
         fit = FitConfig(batch_size=16, metric=METRICS[kind], seed=1)
         run = build_training(CASES[case], fit, inputs[kind])
         if case not in GRADIENT:
@@ -121,11 +121,11 @@ def test_labels_and_later_events_change_no_score(
     case: str, build: Build, inputs: dict[str, Inputs], tmp_path: Path
 ) -> None:
     run = build(case)
-    tables = inputs[run.model.kind].tables
+    tables = inputs[run.model.kind.name].tables
     other = str(shutil.copytree(tables, tmp_path / "tables"))
     change_sequences(other, change_future)
     examples = load_split(
-        run.model.dataset_class,
+        run.model.kind,
         f"{other}/sequences",
         "val",
         unit=run.model.eval_unit,
@@ -202,7 +202,7 @@ def test_a_checkpoint_restores_the_model(
     checkpoint.save(tmp_path, run.model, run.checkpoint(epoch=1))
 
     loaded, metadata = load_model(
-        tmp_path, load_catalogue(name, inputs[run.model.kind])
+        tmp_path, load_catalogue(name, inputs[run.model.kind.name])
     )
 
     assert set(metadata.files) == {"model.safetensors"}
@@ -216,7 +216,7 @@ def test_a_checkpoint_restores_the_model(
 def test_training_lowers_the_loss_and_reports_all_metrics(
     case: str, inputs: dict[str, Inputs]
 ) -> None:
-    kind = registry.find(CASES[case]["name"]).kind
+    kind = registry.find(CASES[case]["name"]).kind.name
     config = FitConfig(
         lr=0.01,
         warmup_share=0.0,

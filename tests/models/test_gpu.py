@@ -20,14 +20,13 @@ from torch import Tensor
 from core.schemas import Inputs
 from models import registry
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.data import ActionsDataset
 from models.build import build_model
 from models.dataset.batch import Batch, bucket_size
+from models.dataset.dataset import Dataset
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.recommend import _search_by_graph
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchDataset
 from models.training import loop
 from models.training.cuda_graphs import CudaGraphs
 from models.training.fit_config import FitConfig
@@ -42,7 +41,7 @@ GRADIENT_MODELS = [
     name for name in registry.MODELS if registry.find(name).trains_by_gradient
 ]
 MODELS_BY_KIND = {
-    kind: [n for n in GRADIENT_MODELS if registry.find(n).kind == kind]
+    kind: [n for n in GRADIENT_MODELS if registry.find(n).kind.name == kind]
     for kind in ("retrieval", "search", "actions")
 }
 SMALL_OPTIONS: dict[str, dict[str, Any]] = {
@@ -102,7 +101,7 @@ def build_retrieval_model(name: str) -> tuple[Any, Any]:
 
 def build_search_model(
     name: str, log: tuple[str, str], **options: Any
-) -> tuple[Any, SearchDataset]:
+) -> tuple[Any, Dataset]:
     """Build a small model of kind search and its train examples."""
     options = {"name": name, **SMALL_OPTIONS["search"], **options}
     if name != "base":
@@ -200,7 +199,9 @@ def test_an_empty_history_gets_the_same_ranking_alone_and_beside_longer_ones(nam
 def test_training_steps_of_search_read_no_values_back(name, search_log, to_meta):
     options = {} if name == "base" else {"num_layers": 1}
     model, examples = build_search_model(name, search_log, **options)
-    batch = examples.collate(np.arange(9)).pad_to_buckets(examples.max_history)
+    batch = examples.collate(np.arange(9)).pad_to_buckets(
+        examples.selection.max_history
+    )
 
     meta_batch = to_meta(batch, model)
     model.train()(meta_batch)["loss"].backward()
@@ -211,9 +212,7 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
-def build_actions_model(
-    name: str, feed: str, **options: Any
-) -> tuple[Any, ActionsDataset]:
+def build_actions_model(name: str, feed: str, **options: Any) -> tuple[Any, Dataset]:
     """Build a small model of kind actions and its train examples."""
     options = {"name": name, **SMALL_OPTIONS["actions"], **options}
     torch.manual_seed(0)

@@ -12,6 +12,8 @@ import torch
 
 from core.errors import UserError
 from core.schemas import Inputs
+from models.dataset.dataset import Dataset
+from models.dataset.kind import Selection
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -20,9 +22,10 @@ from models.label_loss import (
     select_measured,
 )
 from models.search import metrics
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch, SearchDataset, SearchOptions
 from models.search.ranker import Ranker, RankerConfig
+from models.search.requests import SEARCH, SearchOptions
 from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")
@@ -114,7 +117,7 @@ def search(
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
     catalogue = SearchCatalogue.load(Inputs(tables, text=text))
     sequences, options = catalogue.versions["sequences"], SearchOptions(catalogue.text)
-    examples = SearchDataset.load(sequences, "train", "user", 8, options)
+    examples = Dataset.load(SEARCH, sequences, Selection("train", "user", 8, options))
     return catalogue, examples.collate(np.arange(12))
 
 

@@ -50,8 +50,9 @@ from core.tables import (
     write_part,
 )
 from models.dataset.columns import Columns, open_columns
+from models.dataset.dataset import Dataset
 from models.dataset.encoding import PAD
-from models.retrieval.data import HistoryBatch, RequestBatch, RetrievalDataset
+from models.retrieval.data import HistoryBatch, RequestBatch
 from models.retrieval.parts import History, real_positions
 
 SCHEMA = pa.schema(
@@ -152,7 +153,7 @@ def open_teacher_cache(
     folder: str,
     outputs: Sequence[TeacherOutput],
     hashes: dict[str, str],
-    datasets: Mapping[str, RetrievalDataset],
+    datasets: Mapping[str, Dataset],
     device: torch.device,
 ) -> tuple[dict[str, CachedStates], list[str]]:
     """Open the tables of a teacher's outputs, and compute tables that are missing.
@@ -175,7 +176,7 @@ def open_teacher_cache(
     for name, settings, compute, splits in outputs:
         settings = {
             **settings,
-            "max_history": train.max_history,
+            "max_history": train.selection.max_history,
             "splits": list(splits),
         }
         uri = join(folder, f"{name}-{fingerprint(settings, hashes)[:16]}")
@@ -223,7 +224,7 @@ def open_teacher_cache(
 def _write_parts(
     uri: str,
     compute: ComputeStates,
-    datasets: Sequence[RetrievalDataset],
+    datasets: Sequence[Dataset],
     device: torch.device,
 ) -> tuple[list[Part], int]:
     """Compute and write the rows of all requests, and return the width of the vectors.
@@ -234,7 +235,7 @@ def _write_parts(
     tables: list[pa.Table] = []
     width = 1
     for dataset in datasets:
-        rows = dataset.sort_for_evaluation(dataset.rows())
+        rows = dataset.examples.sort_order()
         for batch_rows in dataset.cut_batches(rows, BATCH_REQUESTS):
             batch = dataset.collate(batch_rows)
             states, lengths = compute(batch.to(device))

@@ -40,8 +40,8 @@ from models.boosting import (
 )
 from models.layers.standardised import Standardised
 from models.metrics.ranking_metrics import rank_in_request, request_auc
+from models.search.batch import SearchBatch
 from models.search.catalogue import NO_QUERY, SearchCatalogue
-from models.search.data import SearchBatch
 from models.search.model import SearchModel
 
 MAX_SPLIT_VALUES = 255

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from core.options import STRICT, NamedConfig
 from models.layers.standardised import Standardised
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch
 from models.search.model import SearchModel
 
 

@@ -19,7 +19,7 @@ from models.actions.baselines import (
     ItemRate,
     SmoothedRateConfig,
 )
-from models.actions.data import ActionsDataset
+from models.actions.requests import ACTIONS
 from models.training.fit_config import FitConfig
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.commands import load_split, read_rows
@@ -96,7 +96,7 @@ def test_rates_of_a_user_are_those_of_the_earlier_events(
 
     run.fit_in_one_pass()
 
-    examples = load_split(ActionsDataset, join(tables, "sequences"), split, unit="user")
+    examples = load_split(ACTIONS, join(tables, "sequences"), split, unit="user")
     batch = examples.collate(np.arange(len(examples)))
     np.testing.assert_allclose(model.score(batch).sigmoid(), expected, rtol=1e-9)
 

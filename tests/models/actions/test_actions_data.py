@@ -5,6 +5,7 @@ as context, and little padding.
 from __future__ import annotations
 
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,8 @@ import torch
 from core.files import join
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import Attributes
-from models.actions.data import ActionsDataset, ActionsOptions
+from models.actions.requests import ACTIONS, ActionsOptions
+from models.dataset.dataset import Dataset
 from tests.fixtures.actions_tables import (
     TRAIN_DEVICES,
     build_user_row,
@@ -29,23 +31,20 @@ def tables(tmp_path_factory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
-def load_examples(
-    tables: str, split: str, overlap: float = 0.5, **options
-) -> ActionsDataset:
+def load_examples(tables: str, split: str, overlap: float = 0.5, **options) -> Dataset:
     """Load the examples of one split, with at most 10 events of history by default."""
     options = {"max_history": 10, "options": ActionsOptions(overlap), **options}
-    return load_split(ActionsDataset, join(tables, "sequences"), split, **options)
+    return load_split(ACTIONS, join(tables, "sequences"), split, **options)
 
 
 def collate_batches(
-    examples: ActionsDataset, batch_size: int = 7, epoch: int | None = None
+    examples: Dataset, batch_size: int = 7, epoch: int | None = None
 ) -> list[ActionsBatch]:
     """Return the batches of an evaluation, or of an epoch of training."""
     if epoch is None:
-        batches = examples.evaluation_batches(batch_size)
-    else:
-        batches = examples.epoch_rows(batch_size, epoch=epoch)
-    return [examples.collate(rows) for rows in batches]
+        rows = examples.evaluation_batches(batch_size)
+        return [examples.collate(batch) for batch in rows]
+    return list(examples.epoch(batch_size, seed=0, epoch=epoch))
 
 
 def read_users(tables: str) -> list[dict]:
@@ -141,7 +140,7 @@ def test_training_covers_each_event_once_and_in_the_order_of_the_log(tables, lim
 
 
 def count_split_events(
-    examples: ActionsDataset, epoch: int
+    examples: Dataset, epoch: int
 ) -> dict[int, list[tuple[int, int]]]:
     """Return the numbers of context events and candidates of each user's rows."""
     counts: dict[int, list[tuple[int, int]]] = {}
@@ -161,11 +160,12 @@ def test_models_trained_on_candidates_only_get_sequences_split_anew_in_each_epoc
     counts = [count_split_events(examples, epoch) for epoch in (0, 0, 1)]
     assert counts[0] == counts[1] != counts[2]
 
-    num_new = np.bincount(examples.user, examples.lengths - examples.shared, 60)
+    planned: Any = examples.examples
+    num_new = np.bincount(planned.user, planned.lengths - planned.shared, 60)
     for user, row in enumerate(read_users(tables)):
         assert num_new[user] == row["train_end"]
         num_read = sum(sum(pair) for pair in counts[0].get(user, []))
-        assert num_read == examples.lengths[examples.user == user].sum()
+        assert num_read == planned.lengths[planned.user == user].sum()
 
 
 def build_user(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> dict:
@@ -180,7 +180,7 @@ def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypat
     rows = [build_user(1, rng, (2, 2))]
     rows += [build_user(20, rng, (0, 0)) for _ in range(10)]
     examples = load_examples(write_rows(tmp_path, rows, 9), "test")
-    monkeypatch.setattr("models.actions.data.MAX_PAIRS", 3 * 20 * (1 + 1) - 1)
+    monkeypatch.setattr("models.actions.requests.MAX_PAIRS", 3 * 20 * (1 + 1) - 1)
 
     sizes = [len(batch) for batch in examples.evaluation_batches(1000)]
 

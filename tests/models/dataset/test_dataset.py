@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.files import join
-from models.actions.data import ActionsDataset
-from models.dataset.dataset import RequestDataset
+from models.actions.requests import ACTIONS
+from models.dataset.dataset import Dataset
+from models.dataset.kind import Examples, Kind
 from models.dataset.order import WINDOW_STEPS, count_steps, order_epoch
-from models.retrieval.data import RetrievalDataset
-from models.search.data import SearchDataset
+from models.retrieval.requests import RETRIEVAL
+from models.search.requests import SEARCH
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.commands import load_split
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import write_tables
 
-UNITS: dict[str, tuple[type[RequestDataset], dict[str, str], int]] = {
-    "retrieval": (RetrievalDataset, {"train": "request", "val": "request"}, 6),
-    "retrieval_users": (RetrievalDataset, {"train": "user", "val": "request"}, 6),
-    "search": (SearchDataset, {"train": "user", "val": "request"}, 4),
-    "actions": (ActionsDataset, {"train": "user", "val": "user"}, 10),
-    "actions_cut": (ActionsDataset, {"train": "split_sequence", "val": "user"}, 10),
+UNITS: dict[str, tuple[Kind, dict[str, str], int]] = {
+    "retrieval": (RETRIEVAL, {"train": "request", "val": "request"}, 6),
+    "retrieval_users": (RETRIEVAL, {"train": "user", "val": "request"}, 6),
+    "search": (SEARCH, {"train": "user", "val": "request"}, 4),
+    "actions": (ACTIONS, {"train": "user", "val": "user"}, 10),
+    "actions_cut": (ACTIONS, {"train": "split_sequence", "val": "user"}, 10),
 }
 """Class, unit of each split and maximum history of each dataset, by name."""
 
@@ -45,7 +47,7 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def load_ranks(
     sequences: dict[str, str], name: str, split: str, world: int = 1
-) -> list[RequestDataset]:
+) -> list[Dataset]:
     """Load the dataset of each of `world` workers."""
     dataset, units, max_history = UNITS[name]
     return [
@@ -62,15 +64,15 @@ def load_ranks(
     ]
 
 
-def count_examples(dataset: Any, rows: np.ndarray) -> Counter[Any]:
-    """Return how often each example occurs in a batch of rows.
+def count_examples(dataset: Dataset, examples: Examples) -> Counter[Any]:
+    """Return how often each of the examples occurs.
 
     An example is identified by the tensors of a batch that contains it alone, which
     have no padding.
     """
     counts: Counter[Any] = Counter()
-    for row in range(len(rows)):
-        tensors = dataset.collate(rows[row : row + 1]).tensors()
+    for row in range(len(examples)):
+        tensors = dataset.kind.collate(examples.take(np.array([row]))).tensors()
         key = tuple(
             (name, tuple(tensors[name].flatten().tolist())) for name in sorted(tensors)
         )
@@ -79,15 +81,15 @@ def count_examples(dataset: Any, rows: np.ndarray) -> Counter[Any]:
 
 
 def list_step_examples(
-    ranks: list[RequestDataset], epoch: int, batch_size: int
+    ranks: list[Dataset], epoch: int, batch_size: int
 ) -> list[Counter[Any]]:
     """Return the examples of each step of an epoch, of all workers together."""
     num_steps = ranks[0].num_steps(batch_size)
     steps: list[Counter[Any]] = [Counter() for _ in range(num_steps)]
     for rank in ranks:
-        batches = rank.epoch_rows(batch_size, seed=5, epoch=epoch)
-        for step, rows in zip(steps, batches, strict=True):
-            step.update(count_examples(rank, rows))
+        batches = rank.epoch_examples(batch_size, seed=5, epoch=epoch)
+        for step, examples in zip(steps, batches, strict=True):
+            step.update(count_examples(rank, examples))
     return steps
 
 
@@ -104,9 +106,10 @@ def test_each_batch_is_the_same_for_any_number_of_workers(sequences, name):
 @pytest.mark.parametrize("name", UNITS)
 def test_an_epoch_has_every_example_once(sequences, name):
     (dataset,) = load_ranks(sequences, name, "train")
-    rows = np.concatenate(list(dataset.epoch_rows(7, seed=5, epoch=1)))
-    examples = rows[:, 0] if rows.ndim == 2 else rows
-    assert sorted(examples.tolist()) == list(range(len(dataset)))
+    numbered = replace(dataset.examples, user=np.arange(len(dataset)))
+    dataset.examples = numbered
+    rows = [batch.user for batch in dataset.epoch_examples(7, seed=5, epoch=1)]
+    assert sorted(np.concatenate(rows)) == list(range(len(dataset)))
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -140,13 +143,14 @@ def test_a_random_subset_is_the_same_for_any_number_of_workers(sequences, name):
 @pytest.mark.parametrize("name", ["retrieval", "search", "actions"])
 def test_workers_evaluate_each_example_once(sequences, name, limit):
     (whole,) = load_ranks(sequences, name, "val")
-    expected = count_examples(whole, whole.evaluation_rows(limit))
+    expected = count_examples(whole, whole.examples.take(whole.evaluation_rows(limit)))
     assert expected.total() == (limit or len(whole))
     for world in (3, 4):
         ranks = load_ranks(sequences, name, "val", world)
         examples: Counter[Any] = Counter()
         for rank in ranks:
-            examples.update(count_examples(rank, rank.evaluation_rows(limit)))
+            rows = rank.evaluation_rows(limit)
+            examples.update(count_examples(rank, rank.examples.take(rows)))
         assert examples == expected
         assert sum(rank.count_users() for rank in ranks) == whole.count_users()
 

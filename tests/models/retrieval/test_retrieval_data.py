@@ -10,8 +10,10 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from models.dataset.dataset import Dataset
 from models.dataset.encoding import hash_strings
-from models.retrieval.data import RequestBatch, RetrievalDataset, WindowBatch
+from models.retrieval.data import RequestBatch, WindowBatch
+from models.retrieval.requests import RETRIEVAL
 from tests.fixtures.commands import load_split
 from tests.models.retrieval.conftest import assign_splits
 
@@ -76,7 +78,7 @@ def read_windows(batch: WindowBatch) -> list[Example]:
     return examples
 
 
-def list_examples(dataset: RetrievalDataset, seed: int | None = None) -> list[Example]:
+def list_examples(dataset: Dataset, seed: int | None = None) -> list[Example]:
     """Return the examples of a dataset's batches, sorted.
 
     Args:
@@ -84,31 +86,28 @@ def list_examples(dataset: RetrievalDataset, seed: int | None = None) -> list[Ex
         seed: Seed of a training epoch, or None for evaluation.
     """
     if seed is None:
-        batches = dataset.evaluation_batches(4)
+        batches: Any = map(dataset.collate, dataset.evaluation_batches(4))
     else:
-        batches = dataset.epoch_rows(4, seed=seed, epoch=1)
-    has_repeats = dataset.split not in ("train", "next")
+        batches = dataset.epoch(4, seed=seed, epoch=1)
+    has_repeats = dataset.selection.split not in ("train", "next")
     examples: list[Example] = []
-    for rows in batches:
-        batch: Any = dataset.collate(rows)
-        if dataset.unit == "request":
+    for batch in batches:
+        if dataset.selection.unit == "request":
             examples += read_requests(batch, has_repeats)
         else:
             examples += read_windows(batch)
     return sorted(examples)
 
 
-def load_ranks(
-    uri: str, split: Any, world: int, **options: Any
-) -> list[RetrievalDataset]:
+def load_ranks(uri: str, split: Any, world: int, **options: Any) -> list[Dataset]:
     """Load the dataset of each of `world` workers."""
     return [
-        load_split(RetrievalDataset, uri, split, rank=rank, world=world, **options)
+        load_split(RETRIEVAL, uri, split, rank=rank, world=world, **options)
         for rank in range(world)
     ]
 
 
-def list_all(ranks: list[RetrievalDataset]) -> list[Example]:
+def list_all(ranks: list[Dataset]) -> list[Example]:
     """Return the examples of all workers, sorted."""
     return sorted(chain.from_iterable(map(list_examples, ranks)))
 
@@ -156,7 +155,7 @@ def test_windows_serve_each_train_request_once(write_tables, log, max_history, w
 def test_next_requests_follow_all_behaviours(write_tables):
     log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
     uri = str(write_tables(log, 10) / "sequences")
-    examples = list_examples(load_split(RetrievalDataset, uri, "next"))
+    examples = list_examples(load_split(RETRIEVAL, uri, "next"))
     assert examples == [(0, (4,), -1), (1, (2, 3, 5), -1)]
 
 

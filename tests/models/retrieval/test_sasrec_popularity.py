@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from models.retrieval.baselines.popularity import Popularity, PopularityConfig
-from models.retrieval.data import Catalogue, RequestBatch, RetrievalDataset
+from models.retrieval.data import Catalogue, RequestBatch
+from models.retrieval.requests import RETRIEVAL
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.commands import load_split
@@ -41,8 +42,8 @@ def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
 ):
     log = {f"u{i}": [(t, (3 * i + t) % ITEMS) for t in range(4 + i)] for i in range(4)}
     uri = str(write_tables(log, ITEMS) / "sequences")
-    users = load_split(RetrievalDataset, uri, "train", unit="user", max_history=8)
-    requests = load_split(RetrievalDataset, uri, "train", unit="request", max_history=8)
+    users = load_split(RETRIEVAL, uri, "train", unit="user", max_history=8)
+    requests = load_split(RETRIEVAL, uri, "train", unit="request", max_history=8)
     (rows,) = users.evaluation_batches(100)
     losses = []
     for row in range(len(requests)):
@@ -71,7 +72,7 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
     }
     uri = str(write_tables(log, 10) / "sequences")
     train = load_split(
-        RetrievalDataset,
+        RETRIEVAL,
         uri,
         "train",
         unit=Popularity.example_unit,

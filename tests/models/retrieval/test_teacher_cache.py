@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.schemas import Inputs
-from models.retrieval.data import RequestBatch, RetrievalDataset
+from models.dataset.dataset import Dataset
+from models.retrieval.data import RequestBatch
 from models.retrieval.distillation.teacher_cache import CachedStates
 from models.retrieval.parts import History
+from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import Report, fit
@@ -89,11 +91,9 @@ class Distillation:
             options = {**HEADS, **options}
         return build_training(options, fit, Inputs(self.tables, self.sids))
 
-    def load_requests(self, split: Any) -> RetrievalDataset:
+    def load_requests(self, split: Any) -> Dataset:
         """Load the requests of a split."""
-        return load_split(
-            RetrievalDataset, f"{self.tables}/sequences", split, max_history=6
-        )
+        return load_split(RETRIEVAL, f"{self.tables}/sequences", split, max_history=6)
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from models.retrieval.data import (
     HistoryBatch,
     InteractionBatch,
     RequestBatch,
-    RetrievalDataset,
 )
+from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from models.warm_start import load_extended_weights
@@ -349,7 +349,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     uri = f"{small[0]}/sequences"
     catalogue = Catalogue.load(Inputs(small[0]))
     model = build_resolved({"name": name, **ONE_CHOICE.get(name, {})}, catalogue)
-    train = load_split(RetrievalDataset, uri, "train", unit=model.example_unit)
+    train = load_split(RETRIEVAL, uri, "train", unit=model.example_unit)
 
     val = [[]] if model.stops_early else []
     model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0), *val)

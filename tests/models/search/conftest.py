@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from core.schemas import Inputs
+from models.dataset.dataset import Dataset
+from models.dataset.kind import Selection
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch, SearchDataset, SearchOptions
+from models.search.requests import SEARCH, SearchOptions
 from tests.fixtures.search_tables import write_search
 
 
@@ -23,11 +26,11 @@ def catalogue(search) -> SearchCatalogue:
 
 
 @pytest.fixture(scope="session")
-def examples(catalogue) -> SearchDataset:
+def examples(catalogue) -> Dataset:
     """Train examples with histories of at most 8 behaviours."""
     options = SearchOptions(catalogue.text, reads_history_queries=True)
     sequences = catalogue.versions["sequences"]
-    return SearchDataset.load(sequences, "train", "user", 8, options)
+    return Dataset.load(SEARCH, sequences, Selection("train", "user", 8, options))
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModel
 
 from models.build import build_model
 from models.search import hllm
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
 from tests.fixtures.search_tables import ITEM_MODEL
 

@@ -9,8 +9,8 @@ import torch
 
 from models.metrics.ranking_metrics import ranking_means, ranking_sums
 from models.search import metrics
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch
 from models.search.position import Position
 from tests.fixtures.search_models import build_variant
 from tests.fixtures.search_tables import change_batch

@@ -21,8 +21,9 @@ from models.search.baselines.click_rates import (
     ShownOrder,
     ShownOrderConfig,
 )
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue, SearchText
-from models.search.data import SearchBatch, SearchDataset
+from models.search.requests import SEARCH
 from models.training.fit_config import FitConfig
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.commands import load_split
@@ -101,7 +102,7 @@ def test_the_shown_order_is_measured_by_the_positions(
     metrics, _ = run.validate(run.model)
 
     uri = join(tables, "sequences")
-    examples = load_split(SearchDataset, uri, "val", unit="request")
+    examples = load_split(SEARCH, uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
     auc, valid = request_auc(
         -batch.candidate_position, batch.labels[:, 0], batch.candidate_request

@@ -13,8 +13,9 @@ import torch
 from core.files import join
 from core.schemas import Inputs
 from models.dataset.encoding import request_number
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue, SearchText, pair_key
-from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset, SearchOptions
+from models.search.requests import MAX_REQUESTS, SEARCH, SearchOptions
 from tests.fixtures.commands import load_split, read_rows, read_table
 from tests.fixtures.search_tables import FEATURES, LABELS, make_request, write_tables
 
@@ -89,8 +90,8 @@ def test_batches_have_all_requests_of_a_split_with_their_history(
     search, split, unit, limit
 ):
     uri = join(search[0], "sequences")
-    examples = load_split(SearchDataset, uri, split, unit=unit, max_history=limit)
-    assert examples.request_unit == "requests"  # also those without a history
+    examples = load_split(SEARCH, uri, split, unit=unit, max_history=limit)
+    assert examples.kind.request_unit == "requests"  # also those without a history
 
     contents = {}
     for rows in examples.evaluation_batches(7):
@@ -112,7 +113,7 @@ def test_batches_have_all_requests_of_a_split_with_their_history(
             if unit == "request" or end <= limit:
                 assert length == min(end, limit)  # exactly the latest behaviours
             assert min(end, limit // 2) <= length <= limit
-    assert len(contents) == num_expected == examples.num_requests
+    assert len(contents) == num_expected == examples.examples.num_requests
 
 
 @pytest.mark.parametrize("unit", ["user", "request"])
@@ -129,7 +130,7 @@ def test_many_searches_without_a_click_are_several_rows(unit, tmp_path):
     ]
     tables, _ = write_tables(tmp_path, users, 2, 1)
 
-    examples = load_split(SearchDataset, join(tables, "sequences"), "train", unit=unit)
+    examples = load_split(SEARCH, join(tables, "sequences"), "train", unit=unit)
     batch = examples.collate(np.arange(len(examples)))
 
     assert batch.user_row.tolist() == [0, 1, 1, 1, 2]
@@ -158,7 +159,7 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
     """The first behaviour of a user has no history to be predicted from."""
     uri = join(search[0], "sequences")
     examples = load_split(
-        SearchDataset,
+        SEARCH,
         uri,
         "train",
         unit="user",
@@ -167,8 +168,7 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
     )
 
     requests, learned = Counter(), Counter()
-    for rows in examples.epoch_rows(20, seed=3):
-        batch = examples.collate(rows)
+    for batch in examples.epoch(20, seed=3, epoch=0):
         requests.update(batch.request.tolist())
         learned.update(get_learned_behaviours(batch))
 
@@ -178,7 +178,7 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
         times, items = user["timestamp_ms"][1:end], user["item_index"][1:end]
         expected.update((user_row, *pair) for pair in zip(times, items, strict=True))
     assert set(requests.values()) == {1}
-    assert len(requests) == examples.num_requests
+    assert len(requests) == examples.examples.num_requests
     assert learned.keys() <= expected.keys()
     assert max(learned.values()) == 1
     # rows without an overlap have first behaviours without a history
@@ -238,7 +238,7 @@ def assert_text_equals(
 @pytest.mark.parametrize("reads_history_queries", [True, False])
 def test_batches_have_the_text_of_candidates(search, text, reads_history_queries):
     examples = load_split(
-        SearchDataset,
+        SEARCH,
         join(search[0], "sequences"),
         "train",
         max_history=8,

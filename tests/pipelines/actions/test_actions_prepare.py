@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from core.tables import read_manifest
-from models.actions.data import ActionsDataset
+from models.actions.requests import ACTIONS
 from pipelines.prepare.audit.rules import audit
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import load_source
@@ -231,7 +231,7 @@ def test_attributes_of_users_and_categories_of_events_are_features_of_events(
     assert viewers == {"place": ["home"], "age": ["70"]}
     assert not [rule.name for rule in audit(tables) if rule.violations]
 
-    examples = load_split(ActionsDataset, tables + "/sequences", "test")
+    examples = load_split(ACTIONS, tables + "/sequences", "test")
     batch = examples.collate(np.arange(len(examples)))
     user_ids = list(users)
     candidate_viewers = {

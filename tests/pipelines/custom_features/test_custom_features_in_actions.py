@@ -18,7 +18,7 @@ from core.errors import UserError
 from core.schemas import Inputs
 from core.tables import read_manifest
 from models.actions.batch import ActionsBatch
-from models.actions.data import ActionsDataset
+from models.actions.requests import ACTIONS
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
@@ -124,7 +124,7 @@ def test_a_category_with_too_many_values_is_hashed(
         for name in ("cat_device", "cat_state")
     ]
     assert find_violations(tables) == {}
-    examples = load_split(ActionsDataset, f"{tables}/sequences", "test", max_history=16)
+    examples = load_split(ACTIONS, f"{tables}/sequences", "test", max_history=16)
     batch = examples.collate(np.arange(8))
     assert len(batch.custom[batch.valid][:, 2].unique()) == 2
 
@@ -234,7 +234,7 @@ def test_a_served_model_reads_custom_features_by_name(
     trained_with_features: tuple[TrainingRun, float], served_model: Any, tables: str
 ) -> None:
     run, _ = trained_with_features
-    examples = load_split(ActionsDataset, f"{tables}/sequences", "test", max_history=16)
+    examples = load_split(ACTIONS, f"{tables}/sequences", "test", max_history=16)
     batch = examples.collate(np.array([0]))
     # A request has one device, and scores are returned by item.
     batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]

@@ -17,8 +17,9 @@ from core.files import join
 from core.schemas import Category, CustomFeatures, Inputs, Number
 from core.tables import read_manifest
 from models.custom_features import CustomInputs, read_features
+from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.data import SearchBatch, SearchDataset
+from models.search.requests import SEARCH
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
@@ -108,7 +109,7 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
     assert catalogue.features[bm25_column:] == ("num_bm25", "cat_city")
     assert catalogue.feature_mean.shape == (bm25_column,)
     examples = load_split(
-        SearchDataset,
+        SEARCH,
         join(tables, "sequences"),
         "test",
         unit="request",

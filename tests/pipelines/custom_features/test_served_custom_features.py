@@ -14,7 +14,8 @@ import torch
 
 from core.files import join
 from core.schemas import Inputs
-from models.search.data import SearchBatch, SearchDataset
+from models.dataset.dataset import Dataset
+from models.search.batch import SearchBatch
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
@@ -78,7 +79,7 @@ def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
     return torch.sigmoid(logits).tolist()
 
 
-def load_test_requests(run: TrainingRun, tables: str) -> SearchDataset:
+def load_test_requests(run: TrainingRun, tables: str) -> Dataset:
     """Load the test requests with the options that the model needs."""
     return run.model.load_examples(run.catalogue, "test", "request", 8)
 
@@ -157,7 +158,7 @@ def batch(registered: tuple[TrainingRun, Any], tables: str) -> SearchBatch:
     """A batch of one test request with a history of 3 behaviours or more."""
     run, _ = registered
     examples = load_test_requests(run, tables)
-    for number in np.flatnonzero(examples.lengths >= 3):
+    for number in np.flatnonzero(examples.examples.lengths >= 3):
         batch = examples.collate(np.array([number]))
         if len(batch.request_end) == 1:
             return batch

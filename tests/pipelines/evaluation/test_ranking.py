@@ -19,8 +19,10 @@ from core.schemas import Inputs, PredictionsInfo, RunRef
 from core.tables import open_table, writing
 from jobs.evaluate import Config, run
 from models.build import load_model
+from models.dataset.dataset import Dataset
 from models.metrics.per_user_metrics import decode_values
-from models.retrieval.data import Catalogue, RetrievalDataset
+from models.retrieval.data import Catalogue
+from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines import tracking
@@ -72,18 +74,16 @@ class Evaluation:
         catalogue = Catalogue.load(Inputs(self.tables, self.sids))
         return load_model(self.checkpoint_path(name), catalogue)
 
-    def load_examples(self, split: str, **options: Any) -> RetrievalDataset:
+    def load_examples(self, split: str, **options: Any) -> Dataset:
         """Load the examples of a split."""
-        return load_split(
-            RetrievalDataset, f"{self.tables}/sequences", split, **options
-        )
+        return load_split(RETRIEVAL, f"{self.tables}/sequences", split, **options)
 
     def read_item_ids(self) -> list[str]:
         """Return the item ids by item index."""
         return read_column(self.tables, "items", "item_id")
 
 
-def collate_user(examples: RetrievalDataset, number: int) -> Any:
+def collate_user(examples: Dataset, number: int) -> Any:
     """Return the batch of one example."""
     return examples.collate(np.array([number]))
 

@@ -12,7 +12,7 @@ import torch
 
 from core.files import join
 from models import registry
-from models.actions.data import ActionsDataset
+from models.actions.requests import ACTIONS
 from models.training_run import TrainingRun
 from tests.fixtures.actions_tables import TRAIN_DEVICES, write_actions
 from tests.fixtures.commands import load_split, read_column
@@ -23,7 +23,7 @@ KINDS = {
     kind: [
         name
         for name in registry.MODELS
-        if registry.find(name).kind == kind
+        if registry.find(name).kind.name == kind
         and not registry.find(name).reason_not_served()
     ]
     for kind in ("search", "actions")
@@ -58,8 +58,8 @@ def build_feed_requests(
     # By code; the watch is in no model's vocabulary.
     devices = ["watch", *TRAIN_DEVICES]
     sequences = join(tables, "sequences")
-    truncated = load_split(ActionsDataset, sequences, "test", max_history=max_history)
-    full = load_split(ActionsDataset, sequences, "test", max_history=100)
+    truncated = load_split(ACTIONS, sequences, "test", max_history=max_history)
+    full = load_split(ACTIONS, sequences, "test", max_history=100)
     rows, scores = [], []
     for number in range(12):
         batch = truncated.collate(np.array([number]))
@@ -113,7 +113,7 @@ def test_served_scores_equal_the_modules_scores(
     name: str, inputs: dict[str, tuple[str, str | None]], tmp_path: Path
 ) -> None:
     """Also beside requests with an unknown candidate, and without candidates."""
-    kind = registry.find(MODELS[name]["name"]).kind
+    kind = registry.find(MODELS[name]["name"]).kind.name
     tables, text = inputs[kind]
     setup, served = serve_ranker(MODELS[name], tmp_path, tables, text, max_history=8)
     label = len(setup.model.labels) - 1
