@@ -9,16 +9,9 @@ import pytest
 import yaml
 
 from core.errors import UserError
-from core.schemas import Inputs
 from models import registry
-from models.build import build_model, load_model
-from models.retrieval.sasrec import SASRec
-from models.training import checkpoint
-from models.training.fit_config import FitConfig
-from pipelines.training.run import resolve_training
+from models.build import build_model
 from tests.fixtures.small_retrieval import build_catalogue
-from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import build_training, make_config
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused_options.yaml").read_text())
 
@@ -58,30 +51,3 @@ def test_an_entry_with_another_name_than_its_class_is_refused(
     monkeypatch.setitem(entries, "mine", entry)
     with pytest.raises(UserError, match="not 'mine'"):
         find("mine")
-
-
-class Twin(SASRec):
-    """A model with the config class of another model."""
-
-    name = "twin"
-
-
-def test_models_may_share_a_config_class(monkeypatch, tmp_path):
-    monkeypatch.setitem(registry.MODELS, "twin", f"{__name__}:Twin")
-    tables, _ = write_tables(tmp_path)
-    options = {"name": "twin", "dim": 8, "num_layers": 1}
-    fit, inputs = FitConfig(batch_size=8), Inputs(tables)
-    config = make_config(options, fit, inputs, str(tmp_path / "runs"), "one")
-    assert resolve_training(config)[0].model.name == "twin"
-
-    run = build_training(options, fit, inputs)
-    checkpoint.save(str(tmp_path / "one"), run.model, run.checkpoint())
-
-    loaded, saved = load_model(tmp_path / "one", run.catalogue)
-    assert saved.name == "twin"
-    assert type(run.model) is type(loaded) is registry.find("twin")
-
-
-def test_a_served_model_needs_the_package_that_trained_its_trees():
-    for name in ("boosted", "boosted_actions"):
-        assert "lightgbm" in registry.find(name).requirements

@@ -131,15 +131,6 @@ def test_a_sentence_transformers_folder_decides_on_pooling(tmp_path: Path) -> No
     assert (lengths > 1.5).all()  # the folder does not normalise
 
 
-@pytest.mark.parametrize("transformer", ["", "0_Transformer"])
-def test_a_sentence_transformers_folder_of_either_layout_is_accepted(
-    transformer: str, tmp_path: Path
-) -> None:
-    save_bert(tmp_path / transformer)
-    write_modules(tmp_path, transformer, "1_Pooling")
-    check_encoder(str(tmp_path), "folder", 256, 8)
-
-
 def write_modules(folder: Path, *paths: str) -> None:
     """Write the modules of a sentence-transformers folder, with pooling of [CLS]."""
     modules = [

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.files import join
-from core.schemas import Category, CustomFeatures, Inputs, Number
+from core.schemas import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.best_number import BestNumber, BestNumberConfig
 from models.search.baselines.click_rates import (
@@ -23,11 +22,7 @@ from models.search.baselines.click_rates import (
 )
 from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue, SearchText
-from models.search.requests import SEARCH
-from models.training.fit_config import FitConfig
 from tests.fixtures.batches import fill_batch
-from tests.fixtures.commands import load_split
-from tests.fixtures.trainings import build_training
 
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")
 
@@ -62,15 +57,6 @@ def test_a_click_rate_is_the_column_of_the_longest_window(
     torch.testing.assert_close(chances, features[:, column])
 
 
-def test_all_results_tie_in_tables_without_click_rates() -> None:
-    catalogue = build_catalogue(("pair_ctr_7d",))
-
-    model = ItemCtr(BaselineConfig(), catalogue)
-
-    batch = fill_batch(SearchBatch, {}, features=torch.rand(4, 1))
-    assert model.score(batch).tolist() == [[0.0]] * 4
-
-
 def test_the_shown_order_is_scored_by_the_click_rate_of_the_first_position() -> None:
     model = ShownOrder(ShownOrderConfig(), build_catalogue())
     batch = fill_batch(
@@ -89,25 +75,6 @@ def test_the_shown_order_is_scored_by_the_click_rate_of_the_first_position() -> 
     odds = chances / (1 - chances)
     expected = 1 / torch.tensor([1.0, 2, 3]).double()
     torch.testing.assert_close(odds[:3] / odds[0], expected)
-
-
-def test_the_shown_order_is_measured_by_the_positions(
-    search: tuple[str, str],
-) -> None:
-    tables, _ = search
-    fit = FitConfig(batch_size=16, metric="gauc")
-    run = build_training({"name": "shown_order"}, fit, Inputs(tables))
-    run.fit_in_one_pass()
-
-    metrics, _ = run.validate(run.model)
-
-    uri = join(tables, "sequences")
-    examples = load_split(SEARCH, uri, "val", unit="request")
-    batch = examples.collate(np.arange(len(examples)))
-    auc, valid = request_auc(
-        -batch.candidate_position, batch.labels[:, 0], batch.candidate_request
-    )
-    assert metrics["gauc"] == pytest.approx(float(auc[valid].mean()))
 
 
 def rank_slowly(values: list[float], sign: int, clicked: list[bool]) -> float | None:
