@@ -37,7 +37,7 @@ from benchmarks.harness import (
     time_in_turns,
     to_line,
 )
-from models import build
+from models import loaded_model
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -102,7 +102,7 @@ def load_inputs(items: int) -> tuple[list[list[int]], Catalogue]:
 def load_model(name: str, items: int) -> Any:
     """Return a model with random weights on the device."""
     torch.manual_seed(0)
-    model = build.build_model({"name": name}, load_inputs(items)[1])
+    model = loaded_model.build_model({"name": name}, load_inputs(items)[1])
     return model.eval().to(device())
 
 

@@ -203,10 +203,6 @@ class Model(nn.Module):
         """Return factors on the learning rate, by prefix of parameter names."""
         return {}
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Return the numbers of learned parameters to report, by part of the model."""
-        return {}
-
     def measure(self, batch: Any, **options: Any) -> dict[str, Any]:
         """Return sums over a batch from which `metric_means` computes metrics.
 

@@ -26,7 +26,6 @@ from core.schemas import Inputs, SequencesInfo
 from core.tables import Table, open_table
 from models import registry
 from models.custom_features import adopt_scales
-from models.dataset.columns import cache_folder
 from models.dataset.dataset import Dataset
 from models.dataset.kind import NewExamples
 from models.evaluation import add_sums, measure_examples
@@ -131,11 +130,6 @@ class TrainingRun:
         # runs share them.
         if fit.train_examples:
             train.keep_random(fit.train_examples)
-        columns = train.examples.columns.values()
-        size = sum(column.nbytes for column in columns) / 2**20
-        messages.append(
-            f"decoded tables: {size:,.1f} MiB in the cache {cache_folder()}"
-        )
         return cls(
             model=module,
             catalogue=catalogue,

@@ -15,7 +15,7 @@ from core.files import absolute, join
 from core.schemas import Inputs
 from core.tables import TableInfo, open_table
 from models import registry
-from models.dataset.dataset import RequestDataset
+from models.dataset.dataset import Dataset as Requests
 from models.loaded_model import load_catalogue
 
 
@@ -57,7 +57,7 @@ class Dataset(IterableDataset[Any]):
 
     model: Any
     """The model with random weights, whose `forward(batch)` returns its loss."""
-    examples: RequestDataset
+    examples: Requests
     """Examples of the split."""
     batch_size: int
     """Requests per batch."""
@@ -68,16 +68,18 @@ class Dataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this epoch's batches; the workers of a data loader take turns."""
-        if self.examples.split == "train":
-            batches = self.examples.epoch_rows(
+        kind, examples = self.examples.kind, self.examples.examples
+        if examples.selection.split == "train":
+            batches = self.examples.epoch_examples(
                 self.batch_size, seed=self.seed, epoch=self.epoch
             )
         else:
-            batches = self.examples.evaluation_batches(self.batch_size)
+            rows = self.examples.evaluation_batches(self.batch_size)
+            batches = map(examples.take, rows)
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for rows in islice(batches, first, None, step):
-            yield self.examples.collate(rows)
+        for batch in islice(batches, first, None, step):
+            yield kind.collate(batch)
 
 
 def dataset(

@@ -14,7 +14,6 @@ the states that the head reads.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Literal, cast
 
 import torch
@@ -389,13 +388,6 @@ class FusionModel(ActionsModel):
         loss = label_loss(logits, label, self.weights, is_learned)
         is_event = torch.cat([batch.valid, batch.candidate_valid], 1)
         return {"loss": loss, "padding": 1 - is_event.float().mean()}
-
-    def parameter_counts(self) -> dict[str, int]:
-        """Return the numbers of parameters by top-level module, and their `total`."""
-        counts: Counter[str] = Counter()
-        for name, parameter in self.named_parameters():
-            counts[name.split(".")[0]] += parameter.numel()
-        return {**counts, "total": sum(counts.values())}
 
 
 def new_item_content(batch: ActionsBatch) -> dict[str, Tensor] | None:

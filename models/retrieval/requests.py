@@ -47,8 +47,10 @@ from core.ragged import (
 )
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
+from core.tables import Table
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns
+from models.dataset.dataset import Dataset
 from models.dataset.encoding import (
     PAD,
     decode_splits,
@@ -133,6 +135,11 @@ class RetrievalExamples(Examples):
     """(n,) number of requests of each example."""
 
     @property
+    def targets(self) -> NDArray[np.int32]:
+        """Target (n,) of each example's first request."""
+        return self.columns["target"][self.requests[self.first]]
+
+    @property
     def request_numbers(self) -> NDArray[np.int64]:
         """Numbers (m,) of the requests, unique across all splits except `next`."""
         user_row = np.repeat(self.user, self.count)
@@ -202,7 +209,7 @@ def collate(examples: RetrievalExamples) -> Batch:
     """
     columns, user_row, first = examples.columns, examples.user, examples.first
     unit, first_request = examples.selection.unit, examples.requests[first]
-    target = to_tensor(columns["target"][first_request])
+    target = to_tensor(examples.targets)
     if unit == "behaviour":
         return InteractionBatch(target=target, user_row=to_tensor(user_row))
     length = examples.lengths.astype(np.int64)
@@ -239,6 +246,15 @@ RETRIEVAL = Kind(
     splits=(*SPLITS, "next"),
     request_unit="requests with a history",
 )
+
+
+def find_train_items(sequences: Table[RetrievalInfo]) -> NDArray[np.integer]:
+    """Return the items (k,) of training requests and their histories, ascending."""
+    selection = Selection("train", "user", 2**31)  # one window of each user
+    train: Any = Dataset.load(RETRIEVAL, sequences, selection).examples
+    behaviours = gather_ranges(train.offsets[train.user], train.end.astype(np.int64))
+    targets = train.columns["target"][train.requests]
+    return np.union1d(train.columns["item"][behaviours], targets)
 
 
 UserId = Annotated[

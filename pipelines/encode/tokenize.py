@@ -21,7 +21,6 @@ import torch
 
 from core.errors import UserError
 from core.files import join
-from core.ragged import gather_ranges, run_starts
 from core.schemas import (
     QUANTIZER,
     SIDS,
@@ -46,10 +45,8 @@ from core.tables import (
     writing,
 )
 from models.cpu.matmul import matmul_precision
-from models.dataset.dataset import Dataset
-from models.dataset.kind import Selection
 from models.retrieval import data
-from models.retrieval.requests import RETRIEVAL
+from models.retrieval.requests import find_train_items
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers.codes import (
     MAX_CONFLICT_CODES,
@@ -104,19 +101,6 @@ class TokenizerPaths:
     def quantizer(self) -> str:
         """The `quantizer` table: arrays of the tokenizer."""
         return join(self.output, "quantizer")
-
-
-def find_train_items(sequences: Table[RetrievalInfo]) -> np.ndarray:
-    """Return the items (n,) of training requests and their histories, ascending."""
-    selection = Selection("train", "request", 1)
-    train: Any = Dataset.load(RETRIEVAL, sequences, selection).examples
-    # a user's last request has the user's longest history
-    last_of_user = np.append(run_starts(train.user)[1:], len(train)) - 1
-    begin = train.offsets[train.user[last_of_user]]
-    behaviours = gather_ranges(begin, train.end[last_of_user].astype(np.int64))
-    columns = train.columns
-    targets = columns["target"][train.requests]
-    return np.union1d(columns["item"][behaviours], targets)
 
 
 @dataclass(frozen=True)

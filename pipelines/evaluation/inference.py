@@ -136,8 +136,8 @@ class Inference:
     """Kind of the table."""
     count_name: ClassVar[str]
     """Key in the manifest of the sum of the parts' counts."""
-    examples: Dataset
-    """The requests to rank."""
+    examples: Any
+    """The requests to rank, `Examples`."""
 
     def __init__(self, task: InferenceTask) -> None:
         if task.in_ray:
@@ -154,11 +154,12 @@ class Inference:
         items = self.tables["items"].read(["item_id"])
         self.items = items["item_id"].combine_chunks()
         max_history = self.model.config.max_history
-        self.examples = self.model.load_examples(
+        self.dataset: Dataset = self.model.load_examples(
             self.loaded.catalogue,
             task.split,
             max_history=required_history(max_history, task.recommend),
         )
+        self.examples = self.dataset.examples
         self.file = -1
 
     def __call__(self, unit: dict[str, Any]) -> dict[str, Any]:
@@ -183,15 +184,15 @@ class Inference:
             self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
             self.first_user = sum(part.rows for part in sequences.files[:file])
             self.file = file
-        index = self.examples.examples.user - self.first_user
+        index = self.examples.user - self.first_user
         rows = np.flatnonzero((first <= index) & (index < last))
         # batches of similar lengths
-        ordered = rows[self.examples.examples.take(rows).sort_order()]
+        ordered = rows[self.examples.take(rows).sort_order()]
         ranked = []
-        for batch_rows in self.examples.cut_batches(
+        for batch_rows in self.dataset.cut_batches(
             ordered, self.task.config.batch_size
         ):
-            batch = self.examples.collate(batch_rows).to(self.device)
+            batch = self.dataset.collate(batch_rows).to(self.device)
             with torch.no_grad():
                 ranked.append([value.cpu().numpy() for value in self.rank(batch)])
         if not ranked:
@@ -247,11 +248,10 @@ class CatalogueInference(Inference):
         if request:
             number, target, repeats = (values[order] for values in request)
             index = request_index(number)
-            requests: Any = self.examples.examples
-            row = requests.request_offsets[user] + index
+            row = self.examples.request_offsets[user] + index
             columns += [
                 pa.array(index, pa.int32()),
-                pa.array(requests.columns["request_time"][row]),
+                pa.array(self.examples.columns["request_time"][row]),
                 pc.take(self.items, pa.array(target)),
                 pa.array(repeats.astype(bool)),
             ]

@@ -182,7 +182,5 @@ def count_trained_items(loaded: LoadedModel, rank: int, world: int) -> torch.Ten
         loaded.catalogue, "train", "behaviour", rank=rank, world=world
     )
     examples: Any = train.examples.take(train.evaluation_rows())
-    requests = examples.requests[examples.first]
-    targets = examples.columns["target"][requests]
-    counts = np.bincount(targets, minlength=loaded.catalogue.num_items)
+    counts = np.bincount(examples.targets, minlength=loaded.catalogue.num_items)
     return torch.from_numpy(counts)

@@ -63,7 +63,7 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
 from core.errors import UserError, pluralize
 from core.schemas import Inputs
 from models import registry
-from models.build import load_model
+from models.loaded_model import load_model
 from models.metrics.scores import check_finite
 from models.requests import CONTRACT, MAX_ROWS
 from models.retrieval.recommend import required_history

@@ -217,10 +217,6 @@ def describe_run(
         f"{pluralize(run.train.num_steps(run.fit.batch_size), 'step')} per epoch"
     )
     yield from run.messages
-    parts = run.model.parameter_counts()
-    if parts:
-        counts = ", ".join(f"{name} {number:,}" for name, number in parts.items())
-        yield f"parameters: {counts}"
     if last is not None:
         is_within_epoch = bool(state and state["position"]["step_in_epoch"])
         preposition = "in" if is_within_epoch else "after"
@@ -241,7 +237,5 @@ def open_logger(
     logger = tracking.Logger(mlflow_run, last.unsent if last else [], backend.say)
     gpus = f"{backend.world} x {gpu}" if gpu else ""
     logger.tag(hardware=tracking.describe_hardware(gpus))
-    parts = run.model.parameter_counts()
-    sizes = {f"parameters/{name}": number for name, number in parts.items()}
-    logger.log({"train/parameters": count_parameters(run), **sizes}, 0)
+    logger.log({"train/parameters": count_parameters(run)}, 0)
     return logger

@@ -24,7 +24,7 @@ import torch
 from core.errors import UserError
 from core.options import build
 from core.schemas import Inputs
-from models.build import build_model
+from models.loaded_model import build_model
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
 from models.training import checkpoint

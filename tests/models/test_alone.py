@@ -31,7 +31,7 @@ class HidingFinder:
 sys.meta_path[:] = [HidingFinder(finder) for finder in sys.meta_path]
 
 import benchmarks.decode, benchmarks.train
-from models.build import load_model
+from models.loaded_model import load_model
 from models.registry import build_model_config
 from models.loaded_model import load_catalogue
 from models.training import checkpoint

@@ -20,7 +20,7 @@ from torch import nn
 
 from core.errors import UserError
 from core.schemas import Inputs
-from models.build import build_model, load_model
+from models.loaded_model import build_model, load_model
 from models.retrieval.data import Catalogue
 from models.training import checkpoint
 from models.training.fit_config import FitConfig

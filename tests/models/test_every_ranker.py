@@ -21,9 +21,8 @@ from torch import Tensor
 
 from core.schemas import Inputs
 from models import registry
-from models.build import load_model
 from models.evaluation import measure_examples
-from models.loaded_model import load_catalogue
+from models.loaded_model import load_catalogue, load_model
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
@@ -171,9 +170,6 @@ def test_training_changes_every_weight_and_can_be_repeated(
     for name, weight in model.named_parameters():
         assert not torch.equal(weight, before[name]), name
         assert weight.isfinite().all()
-    counts = run.model.parameter_counts()
-    if counts:
-        assert counts["total"] == sum(p.numel() for p in run.model.parameters())
 
 
 @pytest.mark.parametrize("case", CASES)

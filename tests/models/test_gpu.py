@@ -20,9 +20,9 @@ from torch import Tensor
 from core.schemas import Inputs
 from models import registry
 from models.actions.catalogue import ActionsCatalogue
-from models.build import build_model
 from models.dataset.batch import Batch, bucket_size
 from models.dataset.dataset import Dataset
+from models.loaded_model import build_model
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.recommend import _search_by_graph

@@ -10,7 +10,7 @@ import yaml
 
 from core.errors import UserError
 from models import registry
-from models.build import build_model
+from models.loaded_model import build_model
 from tests.fixtures.small_retrieval import build_catalogue
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused_options.yaml").read_text())

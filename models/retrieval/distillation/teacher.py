@@ -16,7 +16,7 @@ from core.errors import UserError
 from core.files import absolute
 from core.options import STRICT, NamedConfig
 from models import registry
-from models.build import build_model
+from models.loaded_model import build_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.teacher_cache import (
     CachedStates,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.options import STRICT
-from models.build import build_model
+from models.loaded_model import build_model
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
     CachedTeacherConfig,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.build import build_model
+from models.loaded_model import build_model
 from models.retrieval.atspeed.atspeed import (
     TOP_CODES,
     AtSpeed,

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
-from models.build import build_model, load_model
 from models.cpu import kernels
 from models.dataset.encoding import PAD
+from models.loaded_model import build_model, load_model
 from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.build import build_model
 from models.layers.t5 import _bucket
+from models.loaded_model import build_model
 from models.retrieval.students.earn import EarnBackbone
 from models.retrieval.students.joint import Joint
 from models.training.optimizers import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from models.build import build_model
+from models.loaded_model import build_model
 from tests.fixtures.small_lc_rec import (
     KINDS,
     build_kind,

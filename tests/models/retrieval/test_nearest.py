@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import build_model
+from models.loaded_model import build_model
 from models.retrieval.data import Catalogue, InteractionBatch
 from tests.fixtures.small_retrieval import TEACHER, build_catalogue
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.build import build_model
+from models.loaded_model import build_model
 from models.retrieval import retriever
 from models.retrieval.distillation.student import Student
 from models.retrieval.students.recurrent import RecurrentScorer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.build import build_model
+from models.loaded_model import build_model
 from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
 from tests.fixtures.small_retrieval import (

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from core.errors import UserError
 from core.schemas import Inputs
-from models.build import load_model
+from models.loaded_model import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone, RoleTokens
 from models.retrieval.sid_mlp.sid_mlp_pp import (

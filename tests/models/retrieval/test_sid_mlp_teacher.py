@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.schemas import Inputs
-from models.build import load_model
+from models.loaded_model import load_model
 from models.retrieval.data import Catalogue
 from models.training import checkpoint
 from models.training.fit_config import FitConfig

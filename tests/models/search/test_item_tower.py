@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 
-from models.build import build_model
+from models.loaded_model import build_model
 from models.search import hllm
 from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue

@@ -13,6 +13,7 @@ from core.errors import UserError
 from core.options import NamedConfig
 from core.schemas import SIDS, TRIE, EmbeddingsInfo, RetrievalInfo
 from core.tables import Table, has_manifest, open_table, read_manifest
+from models.retrieval.requests import find_train_items
 from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.retrieval.tokenizers.psid import Psid
@@ -25,7 +26,6 @@ from pipelines.encode.config import EmbedConfig
 from pipelines.encode.texts import EmbeddingSource
 from pipelines.encode.tokenize import (
     TokenizerPaths,
-    find_train_items,
     read_codes,
     tokenize,
 )

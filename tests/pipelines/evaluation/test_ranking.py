@@ -18,8 +18,8 @@ from core.errors import UserError
 from core.schemas import Inputs, PredictionsInfo, RunRef
 from core.tables import open_table, writing
 from jobs.evaluate import Config, run
-from models.build import load_model
 from models.dataset.dataset import Dataset
+from models.loaded_model import load_model
 from models.metrics.per_user_metrics import decode_values
 from models.retrieval.data import Catalogue
 from models.retrieval.requests import RETRIEVAL

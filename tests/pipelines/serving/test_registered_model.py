@@ -18,7 +18,7 @@ import torch
 from core.errors import UserError
 from core.schemas import Inputs, RunRef
 from jobs.compare import Config, run
-from models.build import load_model
+from models.loaded_model import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.training import checkpoint
 from pipelines import tracking

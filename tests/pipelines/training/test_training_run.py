@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from core.errors import UserError
 from core.schemas import Inputs
 from jobs import cli
-from models.build import load_model
+from models.loaded_model import load_model
 from models.retrieval.data import Catalogue
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
