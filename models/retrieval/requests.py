@@ -250,7 +250,7 @@ RETRIEVAL = Kind(
 
 def find_train_items(sequences: Table[RetrievalInfo]) -> NDArray[np.integer]:
     """Return the items (k,) of training requests and their histories, ascending."""
-    selection = Selection("train", "user", 2**31)  # one window of each user
+    selection = Selection("train", "user", 2**31 - 1)  # one window of each user
     train: Any = Dataset.load(RETRIEVAL, sequences, selection).examples
     behaviours = gather_ranges(train.offsets[train.user], train.end.astype(np.int64))
     targets = train.columns["target"][train.requests]
