@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pages import ROOT, read_blocks
@@ -42,8 +43,8 @@ def test_recommendations_equal_those_of_the_evaluated_model(
     """They are those of the next request of a user of the table."""
     model = page["model"]
     users = model.model.load_examples(model.loaded.catalogue, "next")
-    items, scores = model.model.recommend(users.collate(users.rows()[:1]), 9)
-    user = int(users.user[0])
+    items, scores = model.model.recommend(users.collate(np.arange(1)), 9)
+    user = int(users.examples.user[0])
     history = [model.item_ids[i] for i in page["tables"].sequences["item_index"][user]]
     with pytest.warns(UserWarning, match="2 of .* ids .*: who, what") as warned:
         answer = model.recommend(["who", *history, "what"], k=9)
