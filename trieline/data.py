@@ -15,7 +15,6 @@ from core.files import absolute, join
 from core.schemas import Inputs
 from core.tables import TableInfo, open_table
 from models import registry
-from models.dataset.dataset import Dataset as Requests
 from models.loaded_model import load_catalogue
 
 
@@ -57,8 +56,8 @@ class Dataset(IterableDataset[Any]):
 
     model: Any
     """The model with random weights, whose `forward(batch)` returns its loss."""
-    examples: Requests
-    """Examples of the split."""
+    examples: Any
+    """Examples of the split, a `Dataset` of `models/dataset`."""
     batch_size: int
     """Requests per batch."""
     seed: int
@@ -68,18 +67,17 @@ class Dataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this epoch's batches; the workers of a data loader take turns."""
-        kind, examples = self.examples.kind, self.examples.examples
-        if examples.selection.split == "train":
-            batches = self.examples.epoch_examples(
+        data = self.examples
+        if data.selection.split == "train":
+            batches = data.epoch_examples(
                 self.batch_size, seed=self.seed, epoch=self.epoch
             )
         else:
-            rows = self.examples.evaluation_batches(self.batch_size)
-            batches = map(examples.take, rows)
+            rows = data.evaluation_batches(self.batch_size)
+            batches = map(data.examples.take, rows)
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for batch in islice(batches, first, None, step):
-            yield kind.collate(batch)
+        yield from map(data.kind.collate, islice(batches, first, None, step))
 
 
 def dataset(

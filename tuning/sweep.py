@@ -264,8 +264,11 @@ def check_trials(sweep: Sweep) -> str:
             evaluated = check_evaluation(trial.config)
             name = evaluated.checkpoint.name
             known = [*evaluated.checkpoint.metrics, "users_per_s", "peak_memory_mb"]
-            metric = sweep.metric.removeprefix("test/")
-            check_known([metric], known, f"metric of the grid {sweep.grid.name}")
+            check_known(
+                [sweep.metric.removeprefix("test/")],
+                known,
+                f"metric of the grid {sweep.grid.name}",
+            )
     return registry.find(name).kind.name
 
 
