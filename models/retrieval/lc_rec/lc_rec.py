@@ -108,6 +108,11 @@ class LcRecConfig(NamedConfig):
     """Tokens of the prompt of `next`, filled in before training."""
 
     def __post_init__(self) -> None:
+        if self.width % (2 * self.num_heads):
+            raise ValueError(
+                f"width {self.width} does not give each of {self.num_heads} heads an "
+                f"even width"
+            )
         if "next" not in self.tasks:
             raise ValueError(f"tasks are {self.tasks}, without next")
 

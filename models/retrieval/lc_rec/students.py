@@ -32,6 +32,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from core.errors import UserError
 from core.options import STRICT, Dropout
 from models.cpu.derived import cache_until_changed
 from models.retrieval.data import HistoryBatch
@@ -76,6 +77,13 @@ class LcRecSidMlpConfig(StudentConfig):
     D.1)."""
     dropout: Dropout = 0.2
     """Dropout of heads and feed-forward (public code of SID-MLP)."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.attention_heads:
+            raise ValueError(
+                f"width {self.width} does not divide by attention_heads "
+                f"{self.attention_heads}"
+            )
 
     def to_sid_mlp(self) -> SidMlpConfig:
         """Return the options of SID-MLP's decoder."""
@@ -139,6 +147,11 @@ class EarlyReadouts(nn.Module):
         self._backbone = (backbone,)  # in a tuple: no submodule
         num_layers, self.width = backbone.memory_sizes()
         self.layer = (config.layer or max(1, num_layers // 4)) - 1
+        if self.layer >= num_layers:
+            raise UserError(
+                f"layer {config.layer} exceeds the {num_layers} layers of the language "
+                f"model"
+            )
         self.query = nn.Linear(backbone.embedding.embedding_dim, config.width)
         self.layers = nn.ModuleList(
             EarlyReadout(self.width, config) for _ in range(config.readout_layers)

@@ -66,6 +66,17 @@ class SidMlpConfig(StudentConfig):
     """Embeddings of the prefix: the teacher's, frozen, or random ones, trained (Table
     5, G3)."""
 
+    def __post_init__(self) -> None:
+        if self.attention_width % self.attention_heads:
+            raise ValueError(
+                f"attention_width {self.attention_width} does not divide by "
+                f"attention_heads {self.attention_heads}"
+            )
+        if self.shared_head and self.prefix != "sum":
+            raise ValueError("shared_head needs prefix sum")
+        if self.prefix == "cascade" and self.m:
+            raise ValueError("prefix cascade starts at the first level, not at m")
+
 
 def query_state(history: History) -> Tensor:
     """Return the history's query (B, D), by default the mean of its real states."""

@@ -178,6 +178,7 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
     equation 3 (Table 14, End2End)."""
 
     def __post_init__(self) -> None:
+        SidMlpConfig.__post_init__(self)
         if self.end_to_end and self.encoder:
             raise ValueError(
                 f"encoder {self.encoder} and end_to_end cannot be set together, as "
