@@ -242,19 +242,3 @@ def test_attributes_of_users_and_categories_of_events_are_features_of_events(
     }
     # features in the order of their names: age, place
     assert candidate_viewers == {"old": [[1, 1]], "new": [[0, 0], [0, 1]]}
-
-
-@pytest.mark.parametrize(
-    ("val_start", "test_start"),
-    [
-        ("1970-01-02", "1970-01-03T00:00:00+00:00"),
-        (86_400_000, str(2 * 86_400_000)),
-    ],
-)
-def test_split_boundaries_are_dates_or_milliseconds(
-    val_start: str | int, test_start: str
-) -> None:
-    options = {"val_start": val_start, "test_start": test_start}
-    split = read_config({"split": options}).split
-    assert (split.val_start, split.test_start) == (86_400_000, 2 * 86_400_000)
-    assert split.settings()["val_start"] == 86_400_000

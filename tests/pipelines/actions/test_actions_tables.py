@@ -101,25 +101,6 @@ def test_counts_of_candidates_include_no_event_of_their_split() -> None:
     assert not np.array_equal(train_changed[8:12], val_changed[8:12])
 
 
-def test_features_are_named_by_key_counted_label_and_window() -> None:
-    names = make_config(keys=["author"], counted_labels=["like"]).features
-    assert names == [
-        "author_exposures_0.25d",
-        "author_like_0.25d",
-        "author_like_rate_0.25d",
-        "author_exposures_1d",
-        "author_like_1d",
-        "author_like_rate_1d",
-    ]
-
-
-def test_bool_labels_without_an_entry_become_tasks_and_inputs() -> None:
-    config = make_config()
-    assert list(config.tasks) == ["long", "middling", "some", "click", "like"]
-    assert list(config.inputs) == ["dwell", "click", "like"]
-    assert config.counts.counted_labels == ["long", "middling", "some", "click", "like"]
-
-
 def test_an_input_is_scaled_by_the_declared_range_of_its_label() -> None:
     ranges = {"rating": [1.0, 5.0]}
     info = LogInfo({"rating": "float32"}, [], [], clock=True, ranges=ranges)

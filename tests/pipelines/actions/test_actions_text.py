@@ -7,9 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from core.errors import UserError
 from core.files import join
 from core.schemas import Inputs
 from core.tables import read_manifest
@@ -42,19 +40,3 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     reported: list[str] = []
     encode_log(tables, text, "tfidf", config, say=reported.append)
     assert reported == ["items: up to date"]
-
-
-def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> None:
-    tables = write_actions(tmp_path, content=True)
-    items = read_rows(tables, "items")
-    num_missing = sum(not row["cat_author"] for row in items)
-    with pytest.raises(
-        UserError,
-        match=f"^{num_missing} of .* items have no text in author",
-    ):
-        encode_log(
-            tables,
-            str(tmp_path / "text"),
-            "tfidf",
-            TextConfig(template="{author}", empty="error"),
-        )

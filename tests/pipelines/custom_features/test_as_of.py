@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.schemas import Inputs
 from core.tables import read_manifest
-from models.search.catalogue import SearchCatalogue
 from pipelines.prepare.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column
@@ -23,7 +21,6 @@ from tests.fixtures.custom_features_log import (
     AS_OF,
     SOURCE,
     prepare_tables,
-    write_random_text,
 )
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}
@@ -82,14 +79,6 @@ def test_requests_and_behaviours_have_the_price_known_at_their_time(
     assert info["as_of"] == {
         "as_of_prices": {"key": "item_id", "features": ["num_price", "cat_state"]}
     }
-
-
-def test_models_read_prices_and_their_states(priced: str, tmp_path: Path) -> None:
-    catalogue = SearchCatalogue.load(
-        Inputs(priced, text=write_random_text(tmp_path, priced))
-    )
-    assert catalogue.features[-4:] == ("num_bm25", "num_price", "cat_city", "cat_state")
-    assert catalogue.custom_features.categories[1].values == ("sale", "usual")
 
 
 def use_prices_of_the_next_request(rows: list[Row], info: Row) -> None:

@@ -143,21 +143,6 @@ def trained_with_features(tables: str) -> tuple[TrainingRun, float]:
     return train_model(tables)
 
 
-@pytest.mark.long
-def test_models_learn_from_custom_features(
-    trained_with_features: tuple[TrainingRun, float], feed: Path, tmp_path: Path
-) -> None:
-    _, auc_with_features = trained_with_features
-    source = {key: FEED[key] for key in FEED if key not in ("numbers", "as_of")}
-    without_features = prepare_tables(
-        tmp_path, feed, source, prepare_settings=FEED_PREPARE
-    )
-
-    _, auc = train_model(without_features)
-
-    assert auc_with_features > auc + 0.15
-
-
 @pytest.fixture(scope="module")
 def served_model(
     trained_with_features: tuple[TrainingRun, float],

@@ -11,14 +11,12 @@ import pytest
 
 from core.schemas import Category, Number
 from core.tables import read_manifest
-from pipelines.prepare.kinds.search.features import feature_groups
 from pipelines.prepare.sequences import custom_features
 from pipelines.prepare.sequences.custom_features import (
     Moments,
     TrainingValues,
     describe_features,
 )
-from pipelines.prepare.settings.search import SearchConfig
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables
@@ -39,27 +37,6 @@ def test_the_manifest_describes_custom_features_by_the_values_of_training(
     }
     # A city of the test window alone is no value of the category.
     assert "Kyiv" in read_column(tables, "events", "cat_city")
-
-
-def test_custom_features_are_a_group_of_their_own(tables: str) -> None:
-    groups = read_manifest(f"{tables}/sequences").info["groups"]
-
-    names = [group["name"] for group in groups]
-    assert names == ["cross", "document", "query", "context", "own"]
-    assert groups[-1]["features"] == ["num_bm25", "cat_city"]
-
-
-def test_counts_are_grouped_by_what_they_are_about() -> None:
-    names = ["pair_ctr_7d", "pair_gap", "item_clicks_1d", "query_searches_1d", "page"]
-
-    groups = feature_groups(SearchConfig(), names, {})
-
-    assert {group.name: group.features for group in groups} == {
-        "cross": ["pair_ctr_7d"],
-        "document": ["item_clicks_1d"],
-        "query": ["pair_gap", "query_searches_1d"],
-        "context": ["page"],
-    }
 
 
 def test_the_settings_may_group_features_by_name(tmp_path: Path, raw: Path) -> None:

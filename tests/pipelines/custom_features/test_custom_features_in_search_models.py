@@ -76,15 +76,6 @@ def test_columns_become_numbers_codes_and_buckets() -> None:
     assert set(cat_d[:2]) <= set(range(1, 8))
 
 
-def test_the_bucket_of_a_value_does_not_depend_on_the_other_values() -> None:
-    of_y, of_new = read_features(FEATURES, COLUMNS, 3)[:2, 3].tolist()
-    encoded = {"cat_d": pa.array(["new", "y"]).dictionary_encode()}
-
-    matrix = read_features(FEATURES, encoded, 2)
-
-    assert matrix[:, 3].tolist() == [of_new, of_y]
-
-
 def test_a_model_reads_standardized_numbers_and_embeddings_of_categories() -> None:
     inputs = CustomInputs(FEATURES, width=3, dropout=0.0)
     embeddings = ["cat_c"] * 3 + ["cat_d"] * 3

@@ -165,15 +165,6 @@ def batch(registered: tuple[TrainingRun, Any], tables: str) -> SearchBatch:
     raise AssertionError("no test request has a history")
 
 
-def test_a_served_model_names_its_custom_features(
-    registered: tuple[TrainingRun, Any],
-) -> None:
-    _, model = registered
-
-    assert model.metadata.metadata["numbers"] == ["bm25"]
-    assert model.metadata.metadata["categories"] == ["city"]
-
-
 def test_a_served_model_reads_custom_features_by_name(
     registered: tuple[TrainingRun, Any], batch: SearchBatch, tables: str
 ) -> None:

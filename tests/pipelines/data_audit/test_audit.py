@@ -399,21 +399,10 @@ def replace_by_other_schema(folder: Path) -> None:
     commit(str(folder), "sequences", schema, [part], config={}, inputs={}, info=info)
 
 
-def change_info(**info: Any) -> Callable[[Path], None]:
-    """Return a function that changes keys in the info of a manifest."""
-
-    def change(folder: Path) -> None:
-        content = json.loads((folder / "manifest.json").read_text())
-        content["info"] |= info
-        (folder / "manifest.json").write_text(json.dumps(content))
-
-    return change
-
-
-def change_version(folder: Path) -> None:
-    """Change the version of a manifest to an earlier one."""
+def change_behaviour(folder: Path) -> None:
+    """Record another label of behaviours in the info of a manifest."""
     content = json.loads((folder / "manifest.json").read_text())
-    content["schema_version"] = 1
+    content["info"]["behaviour"] = "purchase"
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
@@ -421,16 +410,8 @@ def change_version(folder: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "bytes, its manifest says": truncate_part,
     "does not match its name": flip_byte,
-    "missing": lambda folder: find_part(folder).unlink(),
-    "split.by": change_info(split={"by": "weeks"}),
-    "split.val_start_ms": change_info(split={"by": "temporal", "val_start_ms": "a"}),
-    "has format 1": change_version,
-    "is not a table": lambda folder: (folder / "manifest.json").unlink(),
-    "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text(
-        '{"table": "sequ'
-    ),
     "lacks a column": replace_by_other_schema,
-    "label_purchase": change_info(behaviour="purchase"),
+    "label_purchase": change_behaviour,
 }
 
 

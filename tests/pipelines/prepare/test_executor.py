@@ -1,21 +1,15 @@
-"""The exchange of rows by Ray Data: every row arrives once in its partition, in bounded
-memory, even if workers die.
-"""
+"""The exchange of rows: every row arrives once in its partition, even if workers die."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pytest
 import ray
@@ -121,59 +115,3 @@ def test_a_read_whose_worker_dies_is_run_again_and_counted_once(
 
     assert rows == expect_rows(3)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-# Two million rows with names of 70 letters are twice the object store.
-WIDE_READS, BLOCKS, BLOCK_ROWS, STORE_MB = 4, 5, 100_000, 80
-
-
-def read_wide_tables(number: int) -> Iterator[pa.Table]:
-    """Yield the tables of one read, with names of 70 letters."""
-    for block in range(BLOCKS):
-        row = np.arange(BLOCK_ROWS) + BLOCK_ROWS * (BLOCKS * number + block)
-        names = pl.Series(row).cast(pl.String).str.zfill(70).to_arrow()
-        yield pa.table({"name": names, "row": row, KEY: row % 8}).cast(SCHEMA)
-
-
-def measure_rows(_: int, rows: pa.Table) -> tuple[int, int]:
-    """Return the number of different rows and of bytes of a partition."""
-    return len(np.unique(rows["row"].to_numpy())), rows.nbytes
-
-
-@pytest.mark.long
-@pytest.mark.exhaustive
-def test_a_log_larger_than_the_object_store_spills_to_the_disk() -> None:
-    completed = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True
-    )
-
-    assert completed.returncode == 0, completed.stderr[-2000:]
-    rows, megabytes = json.loads(completed.stdout.splitlines()[-1])
-    assert rows == WIDE_READS * BLOCKS * BLOCK_ROWS
-    assert megabytes > 1.5 * STORE_MB
-
-
-def exchange_in_small_store() -> None:
-    """Exchange rows in a local Ray with STORE_MB of object store, and print the number
-    of rows and of megabytes.
-    """
-    with tempfile.TemporaryDirectory(prefix="trieline-") as folder:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=STORE_MB << 20,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
-        executor = Executor(RayDataConfig(shuffle_batch_mb=16))
-        exchange = Exchange(read_wide_tables, WIDE_READS, measure_rows, 8)
-        sizes = list(executor.exchange(exchange))
-        total_rows = sum(rows for rows, _ in sizes)
-        total_mb = sum(num_bytes for _, num_bytes in sizes) >> 20
-        print(json.dumps([total_rows, total_mb]))
-        ray.shutdown()
-
-
-if __name__ == "__main__":
-    exchange_in_small_store()

@@ -103,18 +103,6 @@ def test_a_log_without_faults_has_no_warning(shop: Shop) -> None:
     assert shop.prepare() == []
 
 
-def test_item_files_that_match_a_part_of_the_items_are_warned_of(shop: Shop) -> None:
-    rows = make_rows()
-    items = describe_items(rows)
-    for item in items[12:]:
-        item["item"] = f"0{item['item']}"
-    shop.write(rows, items)
-
-    [line] = shop.prepare()
-
-    assert line.startswith("warning: 12 of 15 items (80.0%)")
-
-
 def write_users(folder: Path, users: list[str]) -> None:
     """Write a user file with an age per user."""
     table = pl.DataFrame({"id": users, "age": ["7"] * len(users)})
@@ -135,31 +123,10 @@ def test_user_files_that_match_no_event_are_refused(shop: Shop) -> None:
     assert shop.prepare() == []
 
 
-def test_events_repeated_in_the_same_millisecond_are_dropped_without_a_warning(
-    shop: Shop,
-) -> None:
-    rows = make_rows()
-    shop.write([*rows, *rows[:40]])
-
-    assert shop.prepare() == []
-
-
 def make_repeated_purchases() -> list[Row]:
     """Return a log with times in whole seconds, whose first 40 rows are repeated."""
     rows = [{**row, "ms": row["ms"] // 1000 * 1000} for row in make_rows()]
     return [*rows, *rows[:40]]
-
-
-def test_purchases_repeated_in_the_same_second_are_dropped_with_a_warning(
-    shop: Shop,
-) -> None:
-    rows = make_repeated_purchases()
-    shop.write(rows)
-
-    [line] = shop.prepare()
-
-    assert line.startswith("warning: 40 equal events")
-    assert read_manifest(str(shop.tables / "events")).rows == len(rows) - 40
 
 
 def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
@@ -176,17 +143,6 @@ def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
 
     shop.prepare(duplicates="keep", ties="log_order")
     assert shop.read_history_ends("u00")[:4] == [0, 1, 2, 3]
-
-
-def test_a_search_log_of_clicked_results_alone_is_warned_of(shop: Shop) -> None:
-    rows = [{**row, "click": 1} for row in make_rows()]
-    shop.write(rows, labels={"click": {"column": "click"}}, request="ms")
-
-    warnings = shop.prepare(kind="search", behaviour="click")
-
-    assert len(warnings) == 3
-    for line, split in zip(warnings, ("train", "val", "test"), strict=True):
-        assert f"{split} requests have one class only" in line
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -153,29 +152,6 @@ def test_a_partition_that_the_exchange_loses_or_repeats_is_an_error(
 
     with pytest.raises(RuntimeError, match="the shuffle returned"):
         prepare_log(MAPPING, write_log(tmp_path), tmp_path / "out")
-
-
-def test_leave_last_out_draws_among_requests_of_equal_time(tmp_path: Path) -> None:
-    rows = [
-        {"user": f"u{user}", "item": item, "ms": STEADY[0]["ms"] + time}
-        for user in range(300)
-        for item, time in zip("abcde", (1, 2, 9, 9, 9), strict=True)
-    ]
-    write_rows(tmp_path / "log_0.jsonl", rows)
-    mapping = {key: MAPPING[key] for key in ("files", "user", "item", "time")}
-    mapping["prepare"] = {"core": 0, "split": {"by": "leave_last_out"}}
-
-    for name in ("first", "second"):
-        prepare_log(mapping, tmp_path, tmp_path / name)
-
-    assert read_hashes(tmp_path / "first") == read_hashes(tmp_path / "second")
-    counts: Counter[tuple[str, int]] = Counter()
-    for row in read_rows(tmp_path / "first", "sequences"):
-        counts.update((r["split"], r["candidates"][0]) for r in row["requests"])
-    for split in ("val", "test"):
-        drawn = [counts[split, item] for item in range(5)]
-        assert drawn[:2] == [0, 0]
-        assert all(abs(number - 100) < 30 for number in drawn[2:])  # 3.7 sigma
 
 
 def test_files_that_were_appended_may_go_and_the_pattern_may_grow(

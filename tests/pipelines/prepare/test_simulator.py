@@ -101,14 +101,6 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(0, 50, 10, 1), (10, 7, 10, 1), (10, 50, 9, 1), (10, 50, 10, -1)]
-)
-def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="validation error for Settings"):
-        Settings(*sizes)
-
-
 def test_the_job_names_the_mapping_of_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

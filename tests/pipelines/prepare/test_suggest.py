@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -444,20 +443,6 @@ def test_a_coordinate_is_no_item() -> None:
     assert len(suggestion.doubts) == 2
 
 
-@pytest.mark.parametrize("name", ["log.parquet.snappy", "part-0", "log.csv"])
-def test_parquet_is_read_whatever_its_suffix(tmp_path: Path, name: str) -> None:
-    file = io.BytesIO()
-    days = {"year": [2009, 2010], "month": [4, 11], "day": [1, 30]}
-    pl.DataFrame({"user": ["a", "b"], "item": [7.0, 8.0], **days}).write_parquet(file)
-
-    _, doubts, events = suggest_and_read(tmp_path, {name: file.getvalue()})
-
-    assert doubts == []
-    assert events["item_id"].to_list() == ["7", "8"]
-    dates = events["timestamp_ms"].cast(pl.Datetime("ms")).dt.date()
-    assert dates.cast(pl.String).to_list() == ["2009-04-01", "2010-11-30"]
-
-
 def test_texts_are_in_the_file_with_the_column_of_items(tmp_path: Path) -> None:
     items = "ARTICLE;Title;stars;picture\n" + "".join(
         f"a{n};thing {n};{n};http://x/{n}\n" for n in range(5)
@@ -527,14 +512,6 @@ def test_a_search_log_has_queries_and_clicks(
     assert mapping["query"] == "query"
     assert mapping["prepare"]["kind"] == "search"
     assert "click" in mapping["prepare"]["behaviour"]
-
-
-def test_names_are_quoted_where_sql_needs_it(tmp_path: Path) -> None:
-    log = SALES.replace("customer,article", "user id,item (nr)")
-
-    mapping, _, _ = suggest_and_read(tmp_path, {"log.csv": log})
-
-    assert (mapping["user"], mapping["item"]) == ('"user id"', '"item (nr)"')
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])

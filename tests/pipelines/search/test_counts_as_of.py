@@ -4,7 +4,6 @@ where the log ends.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import yaml
 
-from core.errors import UserError
 from core.files import join
 from core.schemas import SearchInfo
 from core.tables import open_table, read_manifest
@@ -159,21 +157,3 @@ def test_another_moment_replaces_the_counts_and_no_other_table(tmp_path: Path) -
     assert count_hashes[0] != count_hashes[1] == count_hashes[2]
     up_to_date = [line for line in reported if line.startswith("counts: up")]
     assert [line[:34] for line in up_to_date] == ["counts: up to date, as of 2019-04-"]
-
-
-def test_counts_of_other_windows_or_delays_are_rejected(tmp_path: Path) -> None:
-    rows = draw_searches()
-    source, config, raw = write_log(tmp_path, rows, None)
-    tables = str(tmp_path / "out")
-    config.counts_as_of = rows[0]["ms"]
-    prepare(source, raw, tables, config, report=str)
-    info = open_table(join(tables, "sequences"), SearchInfo).info
-    assert Counts.load(join(tables, "counts"), info)
-
-    for name, value in (("delay_minutes", 5.0), ("windows_days", [1.0])):
-        other = replace(info, search={**info.search, name: value})
-        with pytest.raises(
-            UserError,
-            match=f"was counted with {name} .*",
-        ):
-            Counts.load(join(tables, "counts"), other)

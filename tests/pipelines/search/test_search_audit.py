@@ -263,12 +263,6 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tables
 
 
-def test_requests_with_results_of_several_times_pass(spread: str) -> None:
-    rules = {rule.name: rule for rule in audit(spread)}
-    assert find_violations(spread) == {}
-    assert rules["targets"].rows == 48
-
-
 def split_request(
     request: Row, behaviour_times: list[int], num_features: int
 ) -> list[Row]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pytest
 
 from core.files import join
 from core.schemas import Split
@@ -20,8 +18,7 @@ from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import parse_log
 from pipelines.prepare.reading.times import Time
 from pipelines.prepare.sequences.lookups import Lookups
-from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.commands import read_column, read_config
+from tests.fixtures.commands import read_config
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
 
 MAPPING: dict[str, Any] = {
@@ -60,52 +57,6 @@ def write_events(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> p
     rows = sorted(rows, key=lambda row: tuple(row[name] for name in SORT_KEY))
     part = write_part(folder, pa.Table.from_pylist(rows, schema=schema))
     return read_part(join(folder, part.path), None, SearchBuilder.ids)
-
-
-def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
-    events = write_events([], str(tmp_path))
-    part = make_builder().build(events, LOOKUPS)
-    assert isinstance(part.rows, pa.Table)
-    assert part.rows.num_rows == 0
-    assert part.count == Counter()
-
-
-@pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize(
-    ("window", "partitions"), [("all", 3), ("train", None)]
-)  # with Ray, and on the driver alone
-def test_a_raw_log_becomes_tables_that_pass_the_audit(
-    tmp_path: Path, window: str, partitions: int | None
-) -> None:
-    rows = draw_searches()
-    source, config, raw = write_log(tmp_path, rows, partitions, core_window=window)
-    tables = str(tmp_path / "out")
-
-    statistics = prepare(source, raw, tables, config, report=str)
-
-    assert find_violations(tables) == {}
-    num_event_files = len(read_manifest(join(tables, "events")).files)
-    assert num_event_files > (1 if partitions else 0)
-    queries = read_column(tables, "queries", "query")
-    assert queries == ["blue", "red", "red lamp"]
-    info = read_manifest(join(tables, "sequences")).info
-    assert info["kind"] == "search"
-    assert info["labels"] == ["click", "buy"]
-    assert info["windows"] == ["1d", "7d"]
-    assert sum(statistics["requests_one_class"].values()) > 0
-    # a search without results is rejected with a reason
-    num_empty = sum(not row["shown"] for row in rows)
-    assert sum(statistics["raw"]["reject_reasons"].values()) == num_empty > 0
-    items = read_column(tables, "items", "item_id")
-    shown = list(chain.from_iterable(row["shown"] for row in rows))
-    num_outside = sum(item not in items for item in shown)
-    assert statistics["candidates_outside"] == num_outside
-    assert (num_outside > 0) == (window == "train")
-
-    reported: list[str] = []
-    assert prepare(source, raw, tables, config, report=reported.append) == statistics
-    for line in reported:
-        assert "up to date" in line or line.startswith("warning: ")
 
 
 def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:

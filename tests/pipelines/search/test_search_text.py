@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from sklearn.metrics.pairwise import cosine_similarity
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -29,8 +28,8 @@ from transformers import (
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import Inputs, ItemsInfo, RetrievalInfo
-from core.tables import MANIFEST, Table, commit, read_manifest
+from core.schemas import Inputs
+from core.tables import MANIFEST, Table, read_manifest
 from jobs import encode as job
 from models.search.catalogue import SearchCatalogue
 from models.text.pretrained import MINILM_PACKAGE, load_pretrained
@@ -54,7 +53,6 @@ from pipelines.prepare.reading.log import load_source
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.commands import read_column, read_config, read_rows, read_table
-from tests.fixtures.infos import make_info
 from tests.fixtures.trainings import build_training, first_epoch
 
 pytestmark = pytest.mark.exhaustive
@@ -303,13 +301,6 @@ def test_an_encoding_that_is_up_to_date_is_not_repeated(
     ]
 
 
-def test_another_config_overwrites_embeddings_only_on_request(
-    tables: str, bert: str, encoded: Encoded
-) -> None:
-    with pytest.raises(UserError, match="was made with max_tokens 24, not 12"):
-        encode_log(tables, encoded.folder, bert, TextConfig(max_tokens=12), say=str)
-
-
 def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
     tables: str, encoded: Encoded, tmp_path: Path
 ) -> None:
@@ -340,18 +331,6 @@ def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
     item, query = read_pairs(tables)[5]
     [expected] = encoder.encode([f"{queries[query]} {items[item]}"])
     np.testing.assert_allclose(vectors["pairs"][5], expected, atol=1e-5)
-
-
-def test_tfidf_ranks_an_item_with_the_words_of_the_query_first(tables: str) -> None:
-    items, queries = read_texts(tables)
-    encoder = fit_tfidf(items, 12)
-
-    similarity = cosine_similarity(encoder.encode([queries[0]]), encoder.encode(items))[
-        0
-    ]
-
-    assert queries[0].split()[-1] in items[int(similarity.argmax())]
-    assert not encoder.encode(["zzz unheard"]).any()
 
 
 def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
@@ -396,23 +375,6 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
     # queries: red, red lamp, zzz
     assert list(keys) == [(0, 1), (0, 2), (1, -1), (1, 0), (1, 1)]
     assert np.isfinite(to_vectors(pairs)).all()
-
-
-def test_tables_of_a_kind_without_embeddings_are_rejected(tmp_path: Path) -> None:
-    schema = pa.schema([("user_id", pa.string())])
-    tables = str(tmp_path / "tables")
-    for info in (make_info(ItemsInfo), make_info(RetrievalInfo, kind="retrieval")):
-        uri = join(tables, info.table)
-        commit(uri, info.table, schema, [], config={}, inputs={}, info=info)
-
-    with pytest.raises(
-        UserError, match="of kind retrieval, whose models read no texts"
-    ):
-        job.run(
-            job.Config(tables=tables, output=str(tmp_path / "text"), encoder="tfidf")
-        )
-
-    assert not (tmp_path / "text").exists()
 
 
 def build_request_rows(tables: str) -> pd.DataFrame:
