@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from filelock import FileLock, Timeout
 from pyarrow import fs
 
 from core.errors import UserError, one_line
@@ -154,6 +153,9 @@ def hold_lock(uri: str, busy: str, wait: float = 0) -> Iterator[None]:
         with _hold_lock_object(uri, busy, wait):
             yield
         return
+    # imported late: it imports asyncio, and commands print their first line early
+    from filelock import FileLock, Timeout
+
     path = Path(file_path)
     lock = FileLock(path)
     try:

@@ -15,7 +15,7 @@ docstring below a field is its help.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import (
@@ -36,9 +36,14 @@ from pydantic.dataclasses import dataclass
 from core.errors import UserError, did_you_mean, one_line
 from core.files import open_uri
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-"""Settings of all configs: unknown keys, infinity and NaN are refused, and docstrings
-are help."""
+STRICT = ConfigDict(
+    extra="forbid",
+    use_attribute_docstrings=True,
+    allow_inf_nan=False,
+    defer_build=True,
+)
+"""Settings of all configs: unknown keys, infinity and NaN are refused, docstrings are
+help, and validators are built when they are first used."""
 
 Config = TypeVar("Config")
 
@@ -172,7 +177,6 @@ def find_section(hint: Any) -> Any:
 def list_options(config_class: Any, prefix: str = "") -> Iterator[Option]:
     """Yield the options of a config and its sections."""
     hints = get_type_hints(config_class)
-    described = getattr(config_class, "__pydantic_fields__", {})
     for field in fields(config_class):
         section = find_section(hints[field.name])
         if section:
@@ -181,10 +185,21 @@ def list_options(config_class: Any, prefix: str = "") -> Iterator[Option]:
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        text = getattr(described.get(field.name), "description", None) or ""
         yield Option(
-            f"{prefix}{field.name}", list_types(hints[field.name]), default, text
+            f"{prefix}{field.name}",
+            list_types(hints[field.name]),
+            default,
+            find_help(config_class, field.name),
         )
+
+
+def find_help(config_class: Any, name: str) -> str:
+    """Return the docstring of a field, which may be of a base class."""
+    for base in config_class.__mro__:
+        described = vars(base).get("__pydantic_fields__", {}).get(name)
+        if described and described.description:
+            return str(described.description)
+    return ""
 
 
 def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
@@ -262,7 +277,8 @@ def build(
     refuse_secrets(content, "an option")
     check_keys(config_class, content, prefix)
     try:
-        return TypeAdapter(config_class).validate_python(content)
+        adapter = TypeAdapter(config_class)
+        return adapter.validate_python(content, context=prefix)
     except ValidationError as error:
         raise UserError(describe_error(error, content, prefix)) from error
 
@@ -364,6 +380,24 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[f"{prefix}{name}"] = str(value)
     return flat
+
+
+def find_difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], but: Collection[str] = ()
+) -> str:
+    """Return the first setting that differs, such as `fit.lr 0.1, not 0.2`, or "".
+
+    Args:
+        before: Nested settings.
+        now: Other settings.
+        but: Dotted names of settings that may differ.
+    """
+    old, new = flatten(before), flatten(now)
+    names = (old.keys() | new.keys()) - set(but)
+    for name in sorted(names, key=lambda name: (name != "model.name", name)):
+        if old.get(name) != new.get(name):
+            return f"{name} {old.get(name)!s:.60}, not {new.get(name)!s:.60}"
+    return ""
 
 
 def path_fields(config: type, *kinds: str) -> set[str]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pyarrow as pa
-from pydantic import TypeAdapter, ValidationError
+from pydantic import (
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, one_line
 from core.files import absolute, join
+from core.options import STRICT, Fraction
 from core.tables import CHECKED, Table, TableInfo, open_table
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
@@ -280,6 +288,22 @@ class ItemsInfo(TableInfo):
     """Folder of the tables whose items these are."""
 
 
+@dataclass(config=STRICT, frozen=True)
+class SearchCounts:
+    """Settings of the counts of a search log, which its tables record."""
+
+    windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
+    """Lengths of the windows that counts cover, in days, ascending; unused for a log
+    without clock times."""
+    delay_minutes: NonNegativeFloat = 60.0
+    """Minutes until a logged event is available: counts at time t end at t - delay."""
+    ctr_prior: Fraction = 0.1
+    """Click-through rate of a key without exposures. Rates are smoothed: (clicks +
+    prior * strength) / (exposures + strength)."""
+    ctr_strength: PositiveFloat = 10.0
+    """Weight of the prior, in exposures."""
+
+
 @dataclass(config=CHECKED)
 class CountsInfo(TableInfo):
     """Info of `counts`."""
@@ -292,8 +316,7 @@ class CountsInfo(TableInfo):
     """Names of the features by kind of key: `item`, `query` and `pair`."""
     never: dict[str, float]
     """Features of a key without events."""
-    search: dict[str, Any]
-    """Settings of the features."""
+    search: SearchCounts
     behaviour: str
     """Label that is counted."""
 
@@ -427,8 +450,8 @@ class SearchInfo(SequencesInfo):
     """Info of `sequences` of search."""
 
     layout: Literal["search"] = "search"
-    search: dict[str, Any]
-    """Settings of the features."""
+    search: SearchCounts
+    page_size: int
     labels: list[str]
     """Labels of the results; the first makes behaviours."""
     features: list[str]
@@ -439,7 +462,6 @@ class SearchInfo(SequencesInfo):
     windows: list[str]
     """Windows of the counts, such as `7d`."""
     queries: int
-    max_candidates: int
     candidates: dict[str, int]
     requests_one_class: dict[str, int]
     requests_without_history: dict[str, int]
@@ -455,13 +477,78 @@ class SearchInfo(SequencesInfo):
     max_request_spread_ms: int
 
 
+@dataclass(config=STRICT, frozen=True)
+class TaskSettings:
+    """A binary task, computed from labels."""
+
+    label: str | None = None
+    """Label of the task; alternatively give `any`. A bool label is the task itself, a
+    number needs `above` or `at_least`."""
+    above: FiniteFloat | None = None
+    """For a number label: the task is 1 if the label is above this threshold, like
+    1(dwell > tau) in Sec. 3 of AttnMVP."""
+    at_least: FiniteFloat | None = None
+    """For a number label: the task is 1 if the label is at least this threshold."""
+    any: list[str] | None = None
+    """Bool labels: the task is 1 if one of them is true, like `contribution` in Sec. 3
+    of AttnMVP."""
+
+
+@dataclass(config=STRICT, frozen=True)
+class InputSettings:
+    """An action as models read it: a number from 0 to 1, computed from a label."""
+
+    label: str
+    """Label of the input."""
+    range: list[float] | None = None
+    """For a number label: the values that become 0 and 1; others are clipped to them.
+    By default the range that the label declares."""
+    log_unit: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """For a number label with a long tail, such as a time: log(1 + value / log_unit) is
+    scaled instead of the value."""
+
+
+@dataclass(config=STRICT, frozen=True)
+class ActionCounts:
+    """Settings of the counting statistics that late fusion reads (AttnMVP, Sec. 2).
+
+    Each statistic counts the events of a key within a window.
+    """
+
+    keys: list[str] = field(default_factory=lambda: ["item", "user"])
+    """Keys to count by: `item`, `user`, or the name of an attribute of items such as
+    `author`."""
+    counted_labels: list[str] | None = None
+    """Tasks to count besides exposures; by default all."""
+    windows_days: Annotated[list[float], Field(min_length=1)] = field(
+        default_factory=lambda: [1.0, 7.0]
+    )
+    """Lengths of the windows, in days, ascending."""
+    delay_minutes: NonNegativeFloat = 60.0
+    """Minutes until a logged event is available: counts at time t end at t - delay.
+    Events at the same time never count each other."""
+    prior: Fraction = 0.1
+    """Rate of a key without exposures. Rates are smoothed: (count + prior * strength) /
+    (exposures + strength)."""
+    strength: PositiveFloat = 10.0
+    """Weight of the prior, in exposures."""
+
+
+@dataclass(config=CHECKED)
+class ActionDefinitions:
+    """Settings of the tasks, inputs of models and counts of a log of actions."""
+
+    tasks: dict[str, TaskSettings] = field(default_factory=dict)
+    inputs: dict[str, InputSettings] = field(default_factory=dict)
+    counts: ActionCounts = field(default_factory=ActionCounts)
+
+
 @dataclass(config=CHECKED, kw_only=True)
 class ActionsInfo(SequencesInfo):
     """Info of `sequences` of actions."""
 
     layout: Literal["actions"] = "actions"
-    definitions: dict[str, Any]
-    """Settings of the tasks, actions and counts."""
+    definitions: ActionDefinitions
     tasks: list[str]
     actions: list[str]
     features: list[str]
@@ -495,7 +582,6 @@ class EmbeddingsInfo(TableInfo):
     fitted_items: int | None = None
     """Number of first items that the PCA was fitted on; None for all."""
     distinct_texts: int = 0
-    texts_without_known_word: int = 0
 
 
 @dataclass(config=CHECKED)
@@ -533,6 +619,42 @@ class Drift:
 
 
 @dataclass(config=CHECKED)
+class LevelMeasures:
+    """Use of a level's codebook."""
+
+    used: int
+    """Number of codes of items."""
+    use: float
+    """Share of the codebook."""
+    entropy_bits: float
+
+
+@dataclass(config=CHECKED, kw_only=True, frozen=True)
+class CodeMeasures:
+    """Quality of codes. None: the tokenizer does not measure it."""
+
+    reconstruction_error: float | None = None
+    """Share of the embeddings' variance that the nearest codes do not explain."""
+    quantization_error: float | None = None
+    """Share of the quantised space's variance that the chosen codes do not explain."""
+    relaxed_items: int | None = None
+    """Number of items without their nearest codes."""
+    collision_rate_before: float | None = None
+    """Collision rate of the nearest codes."""
+    unused_published: int | None = None
+    """Number of published codes of items that the catalogue lacks."""
+    collision_rate: float = 0.0
+    """Share of items with the codes of another item."""
+    distinct: int = 0
+    """Number of code tuples."""
+    duplicates: int = 0
+    """Number of items beyond the first of each tuple."""
+    largest_group: int = 0
+    """Most items with equal codes."""
+    levels: list[LevelMeasures] = field(default_factory=list)
+
+
+@dataclass(config=CHECKED)
 class SidsInfo(TableInfo):
     """Info of `sids`."""
 
@@ -544,7 +666,7 @@ class SidsInfo(TableInfo):
     items_hash: str
     conflict_level: bool
     """Whether the last levels tell apart items of equal codes."""
-    measures: dict[str, Any] = field(default_factory=dict)
+    measures: CodeMeasures = field(default_factory=CodeMeasures)
     """Quality of the codes, which trainings log beside their metrics."""
     fitted_items: int | None = None
     """Number of first items that codebooks were trained on; None for all."""
@@ -865,6 +987,27 @@ class RunRecord:
     trial that evaluates."""
 
 
+@dataclass(config=CHECKED)
+class Verdict:
+    """A model compared with the best model without training, on the same requests."""
+
+    ranking: str
+    """Items that are ranked."""
+    repeats: float
+    """Share of requests whose target is in the history."""
+    metric: str
+    value: float
+    baseline: str
+    baseline_value: float
+    low: float
+    """Start of the 95% interval of the difference."""
+    high: float
+    users: int
+    verdict: str
+    shown_order: str
+    """Difference to the shown order; "" if the log has none."""
+
+
 @dataclass(config=CHECKED, kw_only=True)
 class DayRecord:
     """A day of a growing log in `days.json`. None: the step has not been taken yet."""
@@ -883,8 +1026,8 @@ class DayRecord:
     """Folder of the model that was trained with the day."""
     after: dict[str, float] | None = None
     """Test metrics of that model."""
-    baselines: list[dict[str, Any]] | None = None
-    """Verdicts against the best model without training, one per ranking."""
+    baselines: list[Verdict] | None = None
+    """One verdict per ranking."""
     accepted: bool | None = None
 
 

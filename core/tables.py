@@ -26,8 +26,7 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import pyarrow as pa
@@ -46,7 +45,7 @@ from core.files import (
     storage_errors,
     write_file,
 )
-from core.options import flatten
+from core.options import find_difference
 
 MANIFEST = "manifest.json"
 
@@ -97,7 +96,7 @@ class TableInfo:
 
     table: ClassVar[str] = ""
     """Name of the table; "" if there are several."""
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     """Version of the format, which a manifest records as `schema_version`."""
 
     @classmethod
@@ -119,8 +118,8 @@ class Table(Generic[Info]):
     """Name of the table, such as `sequences`."""
     schema_version: int
     """Version of the tables' schemas."""
-    schema: list[dict[str, str]]
-    """Columns: `name`, `type` and whether `nullable`."""
+    columns: list[str]
+    """Names of the columns."""
     files: list[Part]
     """Files in the order in which they are read."""
     rows: int
@@ -136,10 +135,6 @@ class Table(Generic[Info]):
     """Hashes of the tables and files that the table was made from, by name."""
     info: Info
     """Settings and statistics, such as the number of dropped duplicates."""
-    created: str
-    """UTC time of the commit, ISO 8601."""
-    timings: dict[str, float]
-    """Seconds per phase."""
     extends: list[str] = field(default_factory=list)
     """Hashes of the versions that the table extends, the latest last. The items of an
     extended version keep their index."""
@@ -151,19 +146,11 @@ class Table(Generic[Info]):
 
     def check_made_with(self, config: dict[str, Any], inputs: dict[str, str]) -> None:
         """Raise UserError if the table has other settings or inputs."""
-        if self.fingerprint == fingerprint(config, inputs):
-            return
-        for old, new in ((self.config, config), (self.inputs, inputs)):
-            made = flatten(old)
-            asked = flatten(json.loads(json.dumps(new, default=str)))
-            for name in {**asked, **made}:
-                if made.get(name) != asked.get(name):
-                    raise UserError(
-                        f"{self.uri} was made with {name} {made.get(name)!s:.60}, "
-                        f"not {asked.get(name)!s:.60}",
-                        "settings",
-                    )
-        raise UserError(f"{self.uri} was made by another version", "settings")
+        if self.fingerprint != fingerprint(config, inputs):
+            asked = json.loads(json.dumps(config, default=str))
+            difference = find_difference(self.config, asked)
+            difference = difference or find_difference(self.inputs, inputs)
+            raise UserError(f"{self.uri} was made with {difference}", "settings")
 
     def part_uris(self) -> list[str]:
         """Return the URIs of the files, whose sizes are checked."""
@@ -189,6 +176,10 @@ class Table(Generic[Info]):
         if not self.files:
             raise UserError(f"the table {self.uri} has no rows")
         return pa.concat_tables(read_parquet(uri, columns) for uri in self.part_uris())
+
+
+MANIFEST_KEYS = [field.name for field in fields(Table) if field.name != "uri"]
+"""Keys of a manifest."""
 
 
 def table_hashes(versions: Mapping[str, Table[Any]]) -> dict[str, str]:
@@ -218,7 +209,8 @@ def read_manifest(uri: str) -> Table[Any] | None:
             return None
         content["files"] = [Part(**part) for part in content["files"]]
         check_file_names(part.path for part in content["files"])
-        return Table(uri=uri, **content)
+        content.setdefault("columns", [])  # an earlier format, which `find_table` names
+        return Table(uri=uri, **{name: content[name] for name in MANIFEST_KEYS})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error})") from error
 
@@ -338,16 +330,15 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
     """
     buffer = pa.BufferOutputStream()
     if not options:
-        leaves = [
-            leaf
-            for column in table.schema
-            for leaf in _list_leaves(column.name, column.type)
-        ]
+        sink = pa.BufferOutputStream()
+        pq.write_metadata(table.schema, sink)
+        described = pq.read_metadata(pa.BufferReader(sink.getvalue())).schema
+        leaves = [described.column(index) for index in range(len(described))]
         # int64 columns are times, sorted within a user: delta encoding is smaller and
         # faster than a dictionary
-        times = [path for path, kind in leaves if kind == pa.int64()]
+        times = [leaf.path for leaf in leaves if leaf.physical_type == "INT64"]
         options = {
-            "use_dictionary": [path for path, _ in leaves if path not in times],
+            "use_dictionary": [leaf.path for leaf in leaves if leaf.path not in times],
             "column_encoding": dict.fromkeys(times, "DELTA_BINARY_PACKED"),
             "store_schema": not any(
                 pa.types.is_dictionary(kind) for kind in table.schema.types
@@ -366,19 +357,6 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
     return part
 
 
-def _list_leaves(path: str, arrow_type: pa.DataType) -> list[tuple[str, pa.DataType]]:
-    """Return the paths and types of the Parquet columns of an Arrow column."""
-    if isinstance(arrow_type, pa.ListType | pa.FixedSizeListType):
-        return _list_leaves(f"{path}.list.element", arrow_type.value_type)
-    if isinstance(arrow_type, pa.StructType):
-        return [
-            leaf
-            for column in arrow_type
-            for leaf in _list_leaves(f"{path}.{column.name}", column.type)
-        ]
-    return [(path, arrow_type)]
-
-
 def make_table(
     uri: str,
     table: str,
@@ -388,7 +366,6 @@ def make_table(
     config: dict[str, Any],
     inputs: dict[str, str],
     info: TableInfo | None = None,
-    timings: dict[str, Any] | None = None,
     extends: Iterable[str] = (),
 ) -> Table[Any]:
     """Describe a table whose parts have been written, for `replace_tables`.
@@ -401,7 +378,6 @@ def make_table(
         config: Configuration of the job that made the table.
         inputs: Hashes of the tables and files from which the table was made, by name.
         info: Settings and statistics; None for a table without.
-        timings: Seconds per phase of the job.
         extends: Hashes of the versions that the table extends, the latest last.
     """
     info = info or TableInfo()
@@ -409,10 +385,7 @@ def make_table(
         uri=uri,
         table=table,
         schema_version=info.version,
-        schema=[
-            {"name": f.name, "type": str(f.type), "nullable": str(f.nullable)}
-            for f in schema
-        ],
+        columns=schema.names,
         files=parts,
         rows=sum(part.rows for part in parts),
         hash=digest([part.sha256 for part in parts]),
@@ -420,8 +393,6 @@ def make_table(
         config=config,
         inputs=inputs,
         info=info,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        timings=timings or {},
         extends=list(extends),
     )
 

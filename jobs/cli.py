@@ -219,9 +219,7 @@ def format_help(job: ModuleType, words: Sequence[str]) -> str:
     for option in list_options(job.Config):
         lines += describe_option(option)
         if option.key in ("model", "tokenizer") and content.get(option.key):
-            config = getattr(registry, f"build_{option.key}_config")(
-                content[option.key]
-            )
+            config = registry.build_config(option.key, content[option.key])
             for nested in list_options(type(config), f"{option.key}."):
                 lines += describe_option(nested)
     return "\n".join(lines)

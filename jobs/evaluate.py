@@ -74,7 +74,7 @@ def write_inference(config: EvaluateConfig) -> None:
     if existed:
         status = "already exist, from the same checkpoint and tables; nothing to do"
     info = table.info
-    names = [column["name"] for column in table.schema]
+    names = table.columns
     order = "items best first"
     if table.table == "scores":
         candidates = pluralize(info.candidates, "candidate")

@@ -73,22 +73,24 @@ TOKENIZERS = {
 }
 """Module and class of each tokenizer."""
 
+CLASSES = {"model": MODELS, "tokenizer": TOKENIZERS}
+
 
 def find(name: str) -> type[Model]:
     """Import and return the class of a model."""
-    model_class: type[Model] = _import_class("model", MODELS, name)
+    model_class: type[Model] = _import_class("model.", MODELS, name)
     return model_class
 
 
 def find_tokenizer(name: str) -> type[Tokenizer]:
     """Import and return the class of a tokenizer."""
-    tokenizer_class: type[Tokenizer] = _import_class("tokenizer", TOKENIZERS, name)
+    tokenizer_class: type[Tokenizer] = _import_class("tokenizer.", TOKENIZERS, name)
     return tokenizer_class
 
 
-def _import_class(what: str, entries: Mapping[str, str], name: str) -> Any:
-    """Import and return the class of a name."""
-    check_known([name], entries, f"{what}.name")
+def _import_class(prefix: str, entries: Mapping[str, str], name: str) -> Any:
+    """Import and return the class of a name, which is the value of `{prefix}name`."""
+    check_known([name], entries, f"{prefix}name")
     module, class_name = entries[name].split(":")
     found = getattr(importlib.import_module(module), class_name)
     if found.name != name:
@@ -96,34 +98,38 @@ def _import_class(what: str, entries: Mapping[str, str], name: str) -> Any:
     return found
 
 
-def build_model_config(options: Any) -> Any:
-    """Build the config of the model that options name.
+def build_config(what: str, options: Any, prefix: str | None = None) -> Any:
+    """Build the config of the model or tokenizer that options name.
 
     Args:
-        options: A model's name, or a mapping with its name and options.
+        what: `model` or `tokenizer`.
+        options: A name, or a mapping with a name and options; a config is returned
+            unchanged.
+        prefix: Prefix of keys in messages.
     """
-    return _build_config("model", MODELS, options)
-
-
-def build_tokenizer_config(options: Any) -> Any:
-    """Build the config of the tokenizer that options name (`build_model_config`)."""
-    return _build_config("tokenizer", TOKENIZERS, options)
-
-
-def _build_config(what: str, entries: Mapping[str, str], options: Any) -> Any:
-    """Return the config of a name and its options; a config is returned unchanged."""
     if isinstance(options, NamedConfig):
         return options
     if not isinstance(options, Mapping):
         options = {"name": options}
-    named_class = _import_class(what, entries, str(options.get("name", "")))
-    return build(named_class.config_class, options, f"{what}.")
+    prefix = f"{prefix or ''}{what}."
+    named_class = _import_class(prefix, CLASSES[what], str(options.get("name", "")))
+    return build(named_class.config_class, options, prefix)
 
 
-ModelSection = Annotated[Any, BeforeValidator(build_model_config)]
+def build_model_config(options: Any) -> Any:
+    """Build the config of the model that options name."""
+    return build_config("model", options)
+
+
+ModelSection = Annotated[
+    Any, BeforeValidator(lambda value, info: build_config("model", value, info.context))
+]
 """Type of the config of a model, which its `name` chooses."""
 
-TokenizerSection = Annotated[Any, BeforeValidator(build_tokenizer_config)]
+TokenizerSection = Annotated[
+    Any,
+    BeforeValidator(lambda value, info: build_config("tokenizer", value, info.context)),
+]
 """Type of the config of a tokenizer, which its `name` chooses."""
 
 

@@ -30,6 +30,7 @@ from models.dataset.dataset import Dataset
 from models.dataset.kind import NewExamples
 from models.evaluation import add_sums, measure_examples
 from models.loaded_model import load_catalogue
+from models.metrics.metric import lower_is_better
 from models.model import Model
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
@@ -142,11 +143,6 @@ class TrainingRun:
             learned_per_example=learned_per_example,
         )
 
-    @property
-    def config(self) -> Any:
-        """The model's config."""
-        return self.model.config
-
     def validate(self, model: nn.Module) -> tuple[dict[str, float], int]:
         """Measure the model on the validation examples of all ranks.
 
@@ -203,7 +199,7 @@ class TrainingRun:
         new_examples = self.train.selection.new
         split = self.catalogue.versions["sequences"].info.split
         return Checkpoint(
-            model=self.model.config_to_dict(self.config),
+            model=self.model.config_to_dict(self.model.config),
             fit=vars(self.fit).copy(),
             hashes=self.catalogue.hashes,
             learned={
@@ -278,7 +274,9 @@ def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
         model_class: Class of the model.
         catalogue: Catalogue of the model, whose labels are part of the metrics' names.
     """
-    check_known([fit.metric], model_class.metric_names(catalogue), "fit.metric")
+    names = model_class.metric_names(catalogue)
+    names = [name for name in names if not lower_is_better(name)]
+    check_known([fit.metric], names, "fit.metric")
     if model_class.options_class:
         build(model_class.options_class, fit.eval_options, "fit.eval_options.")
     else:

@@ -30,6 +30,7 @@ from core.schemas import (
     RunRef,
     SequencesInfo,
     SidsInfo,
+    Verdict,
     parse_record,
 )
 from core.tables import TableInfo, find_table, open_table
@@ -268,7 +269,7 @@ def describe_other_tables(running: DayRecord, inputs: Inputs) -> str:
 
 def judge_by_baselines(
     metadata: Checkpoint, inputs: Inputs, result: Result, unseen: Result | None
-) -> list[dict[str, Any]]:
+) -> list[Verdict]:
     """Compare results of a checkpoint on the day with models that need no training.
 
     Args:
@@ -297,7 +298,7 @@ def judge_by_baselines(
         for measured, baselines in zip(results, all_baselines, strict=True)
         if baselines
     ]
-    if verdicts and verdicts[0]["repeats"] < REPEATS:
+    if verdicts and verdicts[0].repeats < REPEATS:
         verdicts.reverse()
     return verdicts
 
@@ -345,10 +346,10 @@ def judge(
             reason = "no metric of max_drop has a value"
         print(f"not accepted: {reason}; the running model stays")
         return False
-    is_below = bool(verdicts) and verdicts[0]["verdict"] == BELOW
+    is_below = bool(verdicts) and verdicts[0].verdict == BELOW
     if config.register and is_below and not config.register_below_baseline:
         print(
-            f"not registered: the model is below {verdicts[0]['baseline']}; "
+            f"not registered: the model is below {verdicts[0].baseline}; "
             f"register_below_baseline: true registers such models from the next day on"
         )
     elif config.register:

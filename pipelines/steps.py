@@ -226,34 +226,34 @@ def make_sids(config: TokenizeConfig) -> Table[SidsInfo]:
 
 def describe_quality(sids: Table[SidsInfo], trie: Table[TrieInfo]) -> list[str]:
     """Return lines on the quality of the SIDs: errors, collisions, use of codes."""
-    sizes, info = sids.info.codebook_sizes, sids.info.measures
+    sizes, measures = sids.info.codebook_sizes, sids.info.measures
     lines = [
         f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, "
         f"codebooks {sizes}"
     ]
     errors = [
-        f"{label} {info[name]:.4f}"
+        f"{label} {error:.4f}"
         for name, label in ERROR_LABELS.items()
-        if name in info
+        if (error := getattr(measures, name)) is not None
     ]
     if errors:
         lines.append(f"share of variance not explained: {', '.join(errors)}")
-    if "relaxed_items" in info:
+    if measures.relaxed_items is not None:
         lines.append(
-            f"{pluralize(info['relaxed_items'], 'item')} relaxed; collision rate "
-            f"{info['collision_rate_before']:.4f} before, 0 after"
+            f"{pluralize(measures.relaxed_items, 'item')} relaxed; collision rate "
+            f"{measures.collision_rate_before:.4f} before, 0 after"
         )
     else:
         lines.append(
-            f"collision rate {info['collision_rate']:.4f} before the conflict code: "
-            f"{info['distinct']} distinct, "
-            f"{pluralize(info['duplicates'], 'duplicate')}, largest group "
-            f"{info['largest_group']}"
+            f"collision rate {measures.collision_rate:.4f} before the conflict code: "
+            f"{measures.distinct} distinct, "
+            f"{pluralize(measures.duplicates, 'duplicate')}, largest group "
+            f"{measures.largest_group}"
         )
-    for level, measures in enumerate(info["levels"]):
+    for number, level in enumerate(measures.levels, 1):
         lines.append(
-            f"level {level + 1}: {measures['used']} codes in use "
-            f"({measures['use']:.1%}), entropy {measures['entropy_bits']:.2f} bits"
+            f"level {number}: {level.used} codes in use ({level.use:.1%}), "
+            f"entropy {level.entropy_bits:.2f} bits"
         )
     branching = ", ".join(f"{mean:.2f}" for mean in trie.info.branching)
     lines.append(f"branching per level {branching}")
@@ -310,7 +310,6 @@ def train_model(config: TrainConfig) -> TrainingResult:
     """Train a model, or continue or return the training of this name."""
     from models.metrics.ranking_metrics import format_metric
     from pipelines import tracking
-    from pipelines.comparison.verdicts import best_trained_baseline
     from pipelines.training.run import run_training
 
     result = run_training(config, say=partial(print, flush=True))
@@ -322,6 +321,8 @@ def train_model(config: TrainConfig) -> TrainingResult:
         epochs = pluralize(result.epochs, "epoch")
         print(f"Trained {best.name} for {epochs} in {result.seconds:.0f} s.")
         if not (model_class.is_baseline or model_class.is_diagnostic):
+            from pipelines.comparison.verdicts import best_trained_baseline
+
             baseline = best_trained_baseline(result.run, metric)
             print(describe_no_gain(best.metrics, metric, baseline), end="")
         if best.epoch == config.fit.max_epochs > config.fit.eval_every_epochs:

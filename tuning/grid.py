@@ -26,7 +26,14 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute, join
-from core.options import STRICT, build, merge, path_fields, read_configs, read_yaml
+from core.options import (
+    STRICT,
+    build,
+    merge,
+    path_fields,
+    read_configs,
+    read_yaml,
+)
 from core.schemas import RunRef
 from pipelines import tracking
 from pipelines.evaluation.config import EvaluateConfig
@@ -225,8 +232,9 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "experiment": config.experiment,
         "log_model": False,
     }
-    if taken := nest(point).keys() & options.keys() - {"fit"}:
-        raise UserError(f"'{min(taken)}' is set by the sweep, and is no axis")
+    for key in point:
+        if key == "fit.metric" or key.partition(".")[0] in options.keys() - {"fit"}:
+            raise UserError(f"'{key}' is set by the sweep, and is no axis")
     training = build(TrainConfig, merge(content, options))
     # trials run in other folders
     model = locate_encoders(training.model)

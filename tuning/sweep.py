@@ -42,7 +42,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from core.errors import UserError, one_line, pluralize
 from core.files import join, open_uri
-from core.options import check_known, flatten
+from core.options import check_known
 from core.schemas import RunRecord, RunRef
 from models import registry
 from models.loaded_model import load_catalogue
@@ -133,12 +133,13 @@ class TrialReporter(Callback):
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
         """Finish a trial that Tune has ended, and print its result."""
+        name, sweep = trial_name(trial), self.sweep
         # fails while its workers still write checkpoints; the sweep then does it
         with suppress(UserError, OSError):
-            stop_trial(trial_name(trial), self.sweep)
-        values = trial.metric_analysis.get(self.sweep.metric, {})
-        value = format_metric(values.get("max"))
-        self.print_end(trial, trials, f"{self.sweep.grid.metric} {value}")
+            stop_trial(name, sweep)
+        record = read_record(join(sweep.folder, name))
+        value = format_metric(record.values.get(sweep.metric) if record else None)
+        self.print_end(trial, trials, f"{sweep.grid.metric} {value}")
 
     def on_trial_recover(
         self, iteration: int, trials: list, trial: Any, **info: Any
@@ -190,7 +191,7 @@ def run_sweep(
     identity = {name: settings[name] for name in settings if name not in documents}
     record = read_record(sweep.folder, sweep.run.uri)
     if record:
-        check_equal(flatten(record.config), flatten(identity))
+        check_equal(record.config, identity)
     kind = check_trials(sweep)
     pending = [name for name in sweep.trials if not is_done(name, sweep)]
     with lock_run(config.storage, config.name, LOCK_TIMEOUT_S):

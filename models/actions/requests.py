@@ -37,7 +37,7 @@ from __future__ import annotations
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Required, Self
 
@@ -357,7 +357,7 @@ class ActionsRequests(Requests):
     ) -> None:
         text = catalogue.versions.get("text_items")
         self.template = str(text.config.get("template", "")) if text else ""
-        names = [column["name"] for column in catalogue.versions["items"].schema]
+        names = catalogue.versions["items"].columns
         columns = [name for name in names if name.startswith((NUMBER, CATEGORY))]
         if text:
             columns += text_columns(names, self.template).values()
@@ -397,7 +397,7 @@ class ActionsRequests(Requests):
             "features": info.features,
             "actions": info.actions,
             "viewers": list(info.viewers),
-            "inputs": info.definitions.get("inputs", {}),
+            "inputs": asdict(info.definitions)["inputs"],
         }
 
     def find_candidates(self, request: Any) -> list[int]:

@@ -14,7 +14,7 @@ Shapes: `N` candidates, `F` features, `n` counts of one kind of key.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import numpy as np
@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from core.errors import UserError
+from core.options import find_difference
 from core.ragged import find_sorted
 from core.schemas import CountsInfo, SearchInfo
 from core.tables import open_table
@@ -32,14 +33,6 @@ Floats = NDArray[np.float32]
 HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 HOURS = ("hour_sin", "hour_cos", "weekday_sin", "weekday_cos")
 """Names of the columns of `time_features`."""
-COUNT_SETTINGS = (
-    "windows_days",
-    "delay_minutes",
-    "ctr_prior",
-    "ctr_strength",
-    "behaviour",
-)
-"""Settings of a log on which the counts depend."""
 
 
 def time_features(time: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -92,14 +85,10 @@ class Counts:
         """
         counts = open_table(uri, CountsInfo)
         info = counts.info
-        table_settings = {**info.search, "behaviour": info.behaviour}
-        model_settings = {**model.search, "behaviour": model.behaviour}
-        for name in COUNT_SETTINGS:
-            if table_settings[name] != model_settings[name]:
-                raise UserError(
-                    f"{uri} was counted with {name} {table_settings[name]}, the tables "
-                    f"of the model with {model_settings[name]}"
-                )
+        table_settings = {**asdict(info.search), "behaviour": info.behaviour}
+        model_settings = {**asdict(model.search), "behaviour": model.behaviour}
+        if difference := find_difference(model_settings, table_settings):
+            raise UserError(f"the model's tables were counted with {difference}: {uri}")
         table = counts.read()
         has_item = pc.is_valid(table["item_id"])
         has_query = pc.is_valid(table["query"])

@@ -27,7 +27,7 @@ import polars as pl
 from mlflow.artifacts import download_artifacts, list_artifacts
 from numpy.typing import NDArray
 
-from core.schemas import RunRef
+from core.schemas import RunRef, Verdict
 from models import registry
 from models.metrics.metric import lower_is_better
 from models.metrics.per_user_metrics import decode_values
@@ -315,9 +315,7 @@ def best_trained_baseline(run: RunRef, metric: str) -> tuple[str, float] | None:
     return values.row(0) if len(values) else None
 
 
-def judge_result(
-    result: Result, baselines: list[Baseline], metric: str
-) -> dict[str, Any]:
+def judge_result(result: Result, baselines: list[Baseline], metric: str) -> Verdict:
     """Return the verdict on the result of an evaluation against the best baseline.
 
     Args:
@@ -325,9 +323,6 @@ def judge_result(
         baselines: Results of the baselines on the same requests.
         metric: Name of the metric. If it is not measured per user, the first metric
             that is measured per user replaces it.
-
-    Returns:
-        The verdict, which `describe_verdict` formats.
     """
     if metric not in result.by_user:
         metric = next(iter(result.by_user))
@@ -355,34 +350,30 @@ def judge_result(
     if "first/examples" not in result.metrics:
         ranking = "candidates"
     first = result.metrics.get("first/examples", 0.0)
-    return {
-        "shown_order": shown_order,
-        "ranking": ranking,
-        "repeats": 1 - first / result.examples,
-        "metric": metric,
-        "value": result.metrics[metric],
-        "baseline": best.name,
-        "baseline_value": best.metrics[metric],
-        "low": low,
-        "high": high,
-        "users": len(counts),
-        "verdict": judge_difference(low, high, MIN_USERS, metric, VERDICTS),
-    }
+    return Verdict(
+        ranking=ranking,
+        repeats=1 - first / result.examples,
+        metric=metric,
+        value=result.metrics[metric],
+        baseline=best.name,
+        baseline_value=best.metrics[metric],
+        low=low,
+        high=high,
+        users=len(counts),
+        verdict=judge_difference(low, high, MIN_USERS, metric, VERDICTS),
+        shown_order=shown_order,
+    )
 
 
-def describe_verdict(verdict: dict[str, Any]) -> str:
-    """Return lines about a model, the best baseline, and the shown order.
-
-    Args:
-        verdict: Content that `judge_result` returned.
-    """
+def describe_verdict(verdict: Verdict) -> str:
+    """Return lines about a model, the best baseline, and the shown order."""
     shown_order = ""
-    if verdict["shown_order"]:
-        shown_order = f"\n  against the shown order: {verdict['shown_order']}. "
+    if verdict.shown_order:
+        shown_order = f"\n  against the shown order: {verdict.shown_order}. "
         shown_order += SHOWN_ORDER_NOTE
     return (
-        f"{verdict['ranking']}: {verdict['metric']} {verdict['value']:.4f}, best "
-        f"baseline ({verdict['baseline']}) {verdict['baseline_value']:.4f} "
-        f"(95% of the difference {verdict['low']:+.4f} to {verdict['high']:+.4f}, "
-        f"{verdict['users']:,} users): {verdict['verdict']}{shown_order}"
+        f"{verdict.ranking}: {verdict.metric} {verdict.value:.4f}, best "
+        f"baseline ({verdict.baseline}) {verdict.baseline_value:.4f} "
+        f"(95% of the difference {verdict.low:+.4f} to {verdict.high:+.4f}, "
+        f"{verdict.users:,} users): {verdict.verdict}{shown_order}"
     )

@@ -12,7 +12,6 @@ training items of the codebooks is measured.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -95,7 +94,6 @@ def extend_embeddings(
         "encoder"
     ):
         raise UserError(f"{old_uri} was made with another encoder, pca or embed")
-    started = time.monotonic()
     old_info = earlier.info
     old = read_embeddings(earlier)[:num_old]
     projection = Projection.from_record(old_info.pca) if old_info.pca else None
@@ -153,7 +151,6 @@ def extend_embeddings(
         config=settings,
         inputs=inputs,
         info=info,
-        timings={"embed_s": round(time.monotonic() - started, 2)},
         extends=earlier.ancestry,
     )
 
@@ -182,7 +179,7 @@ def measure_drift(
     groups = collision_groups(nearest)
     collides = np.bincount(groups)[groups] > 1  # (N,)
     num_new = len(latents) - num_old
-    old_rate = measure_collisions(nearest[:num_old])["collision_rate"]
+    old_rate = measure_collisions(nearest[:num_old]).collision_rate
     return Drift(
         new_items=num_new,
         error_old=float(error[:num_old].mean() / variance),
@@ -226,7 +223,6 @@ def extend(
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
     """
-    started = time.monotonic()
     paths = replace(paths, output=absolute(paths.output))
     old_paths = replace(paths, output=absolute(old_output))
     is_in_place = paths.output == old_paths.output
@@ -282,11 +278,8 @@ def extend(
         codes = np.concatenate([old_codes, new_codes])
         quantized = codes[:, :num_levels]  # without conflict levels
         num_fit = old.info.fitted_items or num_old
-        measures = {
-            **old.info.measures,
-            **measure_collisions(quantized),
-            "levels": measure_levels(quantized, sizes[:num_levels]),
-        }
+        measures = measure_collisions(quantized, old.info.measures)
+        levels = measure_levels(quantized, sizes[:num_levels])
         drift = measure_drift(vectors, quantized, nearest, codebooks, num_fit)
         items_hash = embeddings.inputs["items"]
         sids = write_sids(
@@ -297,11 +290,10 @@ def extend(
             info=replace(
                 old.info,
                 items_hash=items_hash,
-                measures=measures,
+                measures=replace(measures, levels=levels),
                 fitted_items=num_fit,
                 drift=drift,
             ),
-            timings={"tokenize_s": round(time.monotonic() - started, 2)},
             extends=old.ancestry,
         )
         return sids, write_trie(paths.trie, sids, old_trie.ancestry), True

@@ -459,7 +459,6 @@ def embed_items(
         if finished:
             say(f"{output_uri}: up to date")
             return finished
-    started = time.monotonic()
     rows = items.read()
     info = EmbeddingsInfo(width=0)
     if source.precomputed:
@@ -491,7 +490,6 @@ def embed_items(
         config=settings,
         inputs=inputs,
         info=info,
-        timings={"embed_s": round(time.monotonic() - started, 2)},
     )
 
 
@@ -731,7 +729,6 @@ def encode_log(
             if finished:
                 say(f"{name}: up to date")
                 written[name] = finished
-        started = time.monotonic()
         missing = [name for name in names if name not in written]
         missing_texts = [text for name in missing for text in texts.get(name, [])]
         if not missing_texts:
@@ -775,7 +772,6 @@ def encode_log(
                     texts[name],
                     own_vectors,
                     say,
-                    started,
                     extends=earlier.ancestry if earlier and extends else [],
                     **origin,
                 )
@@ -787,7 +783,6 @@ def _write_texts(
     texts: list[str],
     vectors: np.ndarray,
     say: Say,
-    started: float,
     **manifest: Any,
 ) -> Table:
     """Write a table of embeddings with one row per text."""
@@ -795,11 +790,7 @@ def _write_texts(
     key = "item_index" if name == "items" else "query_index"
     width = vectors.shape[1]
     num_unknown = int((~vectors.any(axis=1)).sum())
-    info = EmbeddingsInfo(
-        width=width,
-        distinct_texts=len(set(texts)),
-        texts_without_known_word=num_unknown,
-    )
+    info = EmbeddingsInfo(width=width, distinct_texts=len(set(texts)))
     note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
     say(
         f"{name}: {len(texts):,} texts, {info.distinct_texts:,} distinct, width "
@@ -811,7 +802,6 @@ def _write_texts(
         embeddings_schema(width, [key]),
         write_vectors(uri, vectors, key),
         info=info,
-        timings={"encode_s": round(time.monotonic() - started, 2)},
         **manifest,
     )
 
@@ -825,7 +815,6 @@ def _write_tokens(
     manifest: dict[str, Any],
 ) -> Table:
     """Write the table of the documents' tokens, with one row per document."""
-    started = time.monotonic()
     encoder = TextEncoder(name, *config.encoder_options())
     parts: list[Part] = []
     num_tokens = 0
@@ -849,7 +838,6 @@ def _write_tokens(
         TOKENS,
         parts,
         info=TokensInfo(config.pooling),
-        timings={"tokens_s": round(time.monotonic() - started, 2)},
         **manifest,
     )
 
@@ -903,7 +891,6 @@ def _write_pairs(
         embeddings_schema(width, PAIR, columns),
         [part for _, part in sorted(parts_by_key)],
         info=EmbeddingsInfo(width=width),
-        timings={"encode_s": round(time.monotonic() - started, 2)},
         **manifest,
     )
 

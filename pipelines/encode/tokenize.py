@@ -8,7 +8,6 @@ task: networks on a GPU if there is one, k-means on a CPU.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from core.schemas import (
     QUANTIZER,
     SIDS,
     TRIE,
+    CodeMeasures,
     EmbeddingsInfo,
     ItemsInfo,
     QuantizerInfo,
@@ -111,7 +111,7 @@ class TrainedCodes:
     """(N, C) codes. Items may have equal codes, as conflict codes are added later."""
     arrays: dict[str, np.ndarray]
     """Arrays of the tokenizer by name, such as `codebooks` (C, K, D)."""
-    measures: dict[str, Any]
+    measures: CodeMeasures
     """Quality of the codes, for the manifest."""
 
 
@@ -134,11 +134,11 @@ def _train_task(
             error = quantization_error(quantized)
     finally:
         torch.set_num_threads(previous_threads)
-    measures = {
-        "reconstruction_error": quantized.reconstruction_error,
-        "quantization_error": error,
-        **quantized.measures,
-    }
+    measures = replace(
+        quantized.measures,
+        reconstruction_error=quantized.reconstruction_error,
+        quantization_error=error,
+    )
     stored = {**tokenizer.arrays, "codebooks": quantized.codebooks}
     arrays = {name: array.numpy() for name, array in stored.items()}
     yield TrainedCodes(quantized.codes.numpy(), arrays, measures)
@@ -200,17 +200,14 @@ def _make_unique(
 ) -> tuple[np.ndarray, SidsInfo]:
     """Measure codes, and append conflict levels if the info has `conflict_level`."""
     sizes = info.codebook_sizes
-    measures = {
-        **info.measures,
-        **measure_collisions(codes),
-        "levels": measure_levels(codes, sizes),
-    }
+    measures = measure_collisions(codes, info.measures)
+    measures = replace(measures, levels=measure_levels(codes, sizes))
     if info.conflict_level:
         codes = add_conflict_levels(codes)
         sizes = [*sizes, *(codes[:, len(sizes) :].max(0) + 1).tolist()]
-        if measures["largest_group"] > MAX_CONFLICT_CODES:
+        if measures.largest_group > MAX_CONFLICT_CODES:
             say(
-                f"note: {measures['largest_group']} items share their codes, so the "
+                f"note: {measures.largest_group} items share their codes, so the "
                 f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes"
             )
     return codes, replace(info, codebook_sizes=sizes, measures=measures)
@@ -330,7 +327,6 @@ def tokenize(
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
     """
-    started = time.monotonic()
     items, settings = paths.items, settings_of_codes(tokenizer)
     inputs = {"items": items.hash}
     embeddings = sequences = sids = trie = None
@@ -369,7 +365,8 @@ def tokenize(
                 codes = catalogue_codes(published_sids, item_ids, published)
                 # over all SIDs of the file, so that sizes do not depend on the k-core
                 sizes = (np.array(list(published_sids.values())).max(0) + 1).tolist()
-                measures = {"unused_published": len(published_sids) - len(codes)}
+                unused = len(published_sids) - len(codes)
+                measures = CodeMeasures(unused_published=unused)
             else:
                 fit_items = find_train_items(sequences) if sequences else None
                 trained = train_codes(
@@ -381,7 +378,7 @@ def tokenize(
                 write_quantizer(
                     paths.quantizer, trained.arrays, config=settings, inputs=inputs
                 )
-            has_duplicates = bool(measure_collisions(codes)["duplicates"])
+            has_duplicates = measure_collisions(codes).duplicates > 0
             info = SidsInfo(
                 codebook_sizes=sizes,
                 tokenizer=tokenizer.name,
@@ -396,7 +393,6 @@ def tokenize(
                 config=settings,
                 inputs=inputs,
                 info=info,
-                timings={"tokenize_s": round(time.monotonic() - started, 2)},
             )
         is_complete = trie is not None
         trie = trie or write_trie(paths.trie, sids)

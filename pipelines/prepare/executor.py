@@ -193,8 +193,6 @@ class Executor:
         self.in_process = in_process
         self.share_workers = share_workers
         self.start = start
-        self.stats: list[str] = []
-        """`Dataset.stats()` of the exchanges since the last call of `take_stats`."""
 
     def put(self, value: Any) -> Shared:
         """Store `value` in Ray's object store, where all tasks can read it."""
@@ -204,12 +202,6 @@ class Executor:
         import ray
 
         return ray.put(value)
-
-    def take_stats(self) -> str:
-        """Return and clear Ray Data's statistics, for the timings of a manifest."""
-        stats = "\n".join(self.stats)
-        self.stats = []
-        return "made by the driver alone" if self.in_process else stats
 
     def submit(
         self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
@@ -311,7 +303,6 @@ class Executor:
         with _unwrap_user_errors():
             for block in rows.iter_batches(prefetch_batches=0, **blocks):
                 yield from map(pickle.loads, block[RESULT].to_pylist())
-        self.stats.append(rows.stats())
 
     def _start_ray(self) -> None:
         if self.start is None:

@@ -117,7 +117,6 @@ class OutputTables:
         settings: dict[str, Any],
         inputs: dict[str, str],
         info: Any = None,
-        **timings: Any,
     ) -> Table:
         """Commit a table whose parts are written.
 
@@ -130,9 +129,7 @@ class OutputTables:
             settings: Settings of the table.
             inputs: Hashes of the inputs of the table, by name.
             info: Entries of the manifest's `info`.
-            **timings: Entries of the manifest's `timings`, in seconds.
         """
-        timings["ray_data"] = self.executor.take_stats()
         table = make_table(
             self.table_uri(name),
             name,
@@ -141,7 +138,6 @@ class OutputTables:
             config=settings,
             inputs=inputs,
             info=info,
-            timings=timings,
         )
         earlier = self.existing.get(name)
         if self.append and name in EXTENSIBLE and earlier:

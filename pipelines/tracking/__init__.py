@@ -11,95 +11,25 @@ logs no point twice.
 """
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # before the first import of mlflow
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 # the jobs print the addresses of their runs
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
-from pipelines.tracking.logger import Logger, log_system_metrics
-from pipelines.tracking.names import (
-    BEST_TAG,
-    CODE_TAG,
-    COMMIT_TAG,
-    COMPLETE_TAG,
-    EVALUATION,
-    FOLDER_TAG,
-    FORMAT_TAG,
-    KIND_TAG,
-    PARENT_TAG,
-    POINT_TAG,
-    RANKS_BY_TAG,
-    SIMULATED_TAG,
-    SMOKE_TAG,
-    SUBMISSION_TAG,
-    WEIGHTS_TAG,
-    describe_unknown,
-    from_mlflow_name,
-    settings_key,
-    to_mlflow_name,
-)
-from pipelines.tracking.runs import (
-    delete,
-    describe_hardware,
-    end_dead_runs,
-    end_run,
-    lock_path,
-    log_text,
-    log_yaml,
-    open_child,
-    open_run,
-    reopen,
-)
-from pipelines.tracking.store import (
-    check_nodes,
-    check_store,
-    connect,
-    find_store,
-    resolve_uri,
-    sqlite_file,
-    sqlite_uri,
-    view_command,
-)
+if TYPE_CHECKING:
+    from pipelines.tracking.logger import *  # noqa: F403
+    from pipelines.tracking.names import *  # noqa: F403
+    from pipelines.tracking.runs import *  # noqa: F403
+    from pipelines.tracking.store import *  # noqa: F403
 
-__all__ = [
-    "BEST_TAG",
-    "CODE_TAG",
-    "COMMIT_TAG",
-    "COMPLETE_TAG",
-    "EVALUATION",
-    "FOLDER_TAG",
-    "FORMAT_TAG",
-    "KIND_TAG",
-    "PARENT_TAG",
-    "POINT_TAG",
-    "RANKS_BY_TAG",
-    "SIMULATED_TAG",
-    "SMOKE_TAG",
-    "SUBMISSION_TAG",
-    "WEIGHTS_TAG",
-    "Logger",
-    "check_nodes",
-    "check_store",
-    "connect",
-    "delete",
-    "describe_hardware",
-    "describe_unknown",
-    "end_dead_runs",
-    "end_run",
-    "find_store",
-    "from_mlflow_name",
-    "lock_path",
-    "log_system_metrics",
-    "log_text",
-    "log_yaml",
-    "open_child",
-    "open_run",
-    "reopen",
-    "resolve_uri",
-    "settings_key",
-    "sqlite_file",
-    "sqlite_uri",
-    "to_mlflow_name",
-    "view_command",
-]
+
+def __getattr__(name: str) -> Any:
+    """Return a name of a module, imported when used: MLflow's import takes seconds."""
+    for module in ("names", "store", "runs", "logger"):  # the last two import MLflow
+        found = vars(import_module(f"{__name__}.{module}"))
+        if name in found:
+            return found[name]
+    raise AttributeError(name)

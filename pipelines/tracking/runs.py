@@ -31,7 +31,7 @@ from pipelines.tracking.names import (
     PARENT_TAG,
     SUBMISSION_TAG,
 )
-from pipelines.tracking.store import connect
+from pipelines.tracking.store import connect, lock_path
 from pipelines.version import code_version, run_git, submission_id
 
 MAX_METRICS = 1000
@@ -229,12 +229,6 @@ def delete(run: RunRef) -> None:
             f"the MLflow run {run.run_id} of the overwritten training cannot be "
             f"deleted at {run.uri} ({one_line(error)})"
         ) from error
-
-
-def lock_path(folder: str) -> str:
-    """Return the path of the lock file for the folder of a training or a sweep."""
-    storage, _, name = folder.rpartition("/")
-    return f"{storage}/.{name}.lock"
 
 
 def end_run(run: RunRef, status: str) -> None:

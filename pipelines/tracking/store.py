@@ -2,7 +2,8 @@
 
     client = connect(resolve_uri(option, storage))
 
-The store is a SQLite file or a tracking server.
+The store is a SQLite file or a tracking server. MLflow is imported when a store is
+opened, which takes seconds.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
-
-from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
 
 from core.errors import UserError, one_line
 from core.files import hold_lock
 from core.options import refuse_secrets
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 for logger_name in ("mlflow", "alembic"):
     logging.getLogger(logger_name).setLevel(logging.WARNING)
@@ -130,6 +131,12 @@ def check_nodes(uri: str, nodes: int) -> None:
         )
 
 
+def lock_path(folder: str) -> str:
+    """Return the path of the lock file for the folder of a training or a sweep."""
+    storage, _, name = folder.rpartition("/")
+    return f"{storage}/.{name}.lock"
+
+
 def connect(uri: str) -> MlflowClient:
     """Return a client of a store, after checking that the store can be reached.
 
@@ -137,6 +144,10 @@ def connect(uri: str) -> MlflowClient:
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD. A SQLite file may name any
     address of artifacts, so these variables are removed from the environment.
     """
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
     refuse_secrets(uri, "the tracking URI")
     file = sqlite_file(uri)
     for name in ("USERNAME", "PASSWORD", "TOKEN") if file else ():
@@ -160,6 +171,8 @@ def create_store(file: str) -> None:
 
     MLflow cannot use the incomplete file that a killed process would leave.
     """
+    from mlflow import MlflowClient
+
     temporary = Path(f"{file}.new")
     temporary.unlink(missing_ok=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from typing import Any
 
 from core.errors import UserError
 from core.files import absolute, join, read_json, write_file
-from core.options import flatten
+from core.options import find_difference
 from core.schemas import RunRecord, parse_record
 from models.training.checkpoint import BEST
 
@@ -16,14 +17,13 @@ RUN = "run.json"
 """Name of the record in a run's folder."""
 
 MAY_CHANGE = {
-    "log_every_steps",
-    "eval_batch_size",
-    "checkpoint_every_steps",
-    "checkpoint_every_minutes",
+    "fit.log_every_steps",
+    "fit.eval_batch_size",
+    "fit.checkpoint_every_steps",
+    "fit.checkpoint_every_minutes",
     "ray.num_workers",
 }
-"""Options that a continued run may change without changing its results; names without
-a prefix are options of `fit`."""
+"""Options that a continued run may change without changing its results."""
 
 
 def read_record(folder: str, tracking_uri: str = "") -> RunRecord | None:
@@ -86,21 +86,18 @@ def check_same(
         identity: Settings of the training (`run.identify`).
         hashes: Hashes of its tables, by table name.
     """
-    before = flatten(record.config)
+    may_change = MAY_CHANGE
     if is_longer(record, identity["fit"]["max_epochs"]):
-        before["fit.max_epochs"] = str(identity["fit"]["max_epochs"])
-    check_equal(before, flatten(identity))
+        may_change = MAY_CHANGE | {"fit.max_epochs"}
+    check_equal(record.config, identity, may_change)
     for table, value in hashes.items():
         if record.hashes.get(table) != value:
             raise UserError(f"the run was started with another table '{table}'", "name")
 
 
-def check_equal(before: dict[str, str], now: dict[str, str]) -> None:
-    """Raise UserError if a setting differs, unless it may change."""
-    for key in sorted(before.keys() | now.keys(), key=lambda k: (k != "model.name", k)):
-        may_change = key.removeprefix("fit.") in MAY_CHANGE
-        if not may_change and before.get(key) != now.get(key):
-            raise UserError(
-                f"the run was started with {key} {before.get(key)}, not {now.get(key)}",
-                "name",
-            )
+def check_equal(
+    before: dict[str, Any], now: dict[str, Any], may_change: Collection[str] = ()
+) -> None:
+    """Raise UserError if a setting of a run differs, unless it may change."""
+    if difference := find_difference(before, now, may_change):
+        raise UserError(f"the run was started with {difference}", "name")

@@ -1,7 +1,8 @@
 """Run a training under a fixed storage folder and name, so that it can be continued.
 
 Ray Train's `TorchTrainer` starts the workers. A single worker without a cluster trains
-in this process, as starting Ray and a trainer takes 30 s of processor time.
+in this process, as starting Ray and a trainer takes 30 s of processor time. Ray and
+MLflow are imported when a training starts; a finished run needs neither.
 
 `STORAGE/NAME/` holds `run.json` (settings and status), the checkpoints to resume from
 (`step-*`, the last one and the best one) and, once the run is finished, the best
@@ -16,13 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
-from mlflow.exceptions import MlflowException
 from pyarrow import fs
-from ray.train import UserCallback
 
 from core.errors import UserError
 from core.files import hold_lock, join, open_uri, write_file
@@ -36,11 +34,9 @@ from models.training import checkpoint
 from models.training.checkpoint import BEST, CONFIG, WEIGHTS, Checkpoint
 from models.training_run import check_fit, check_init
 from pipelines import tracking
-from pipelines.serving import package
 from pipelines.start import start_ray
 from pipelines.training.backends import LocalBackend
 from pipelines.training.config import TrainConfig
-from pipelines.training.ray_train import check_cluster, run_workers, wants_gpu
 from pipelines.training.record import (
     RUN,
     check_same,
@@ -51,6 +47,9 @@ from pipelines.training.record import (
 from pipelines.training.stop import STOP_REQUEST
 from pipelines.training.worker import train_worker
 from pipelines.version import code_version, submission_id
+
+if TYPE_CHECKING:
+    from ray.train import UserCallback
 
 RAY_TRAIN_FILES = (".validate_storage_marker", "checkpoint_manager_snapshot.json")
 """Files that Ray Train writes into the folder of a run."""
@@ -124,6 +123,8 @@ def run_training(
             check_continues(config, hashes, record)
             if is_complete(record, config.fit.max_epochs):
                 return load_finished(config, record)
+        from pipelines.training.ray_train import run_workers, wants_gpu
+
         is_submitted = bool(os.environ.get("RAY_ADDRESS"))
         in_process = config.ray.num_workers == 1 and bool(
             trial.on_checkpoint or not is_submitted
@@ -220,6 +221,10 @@ def check_resources(
         trial: Settings that a sweep adds; the cluster is not checked again for a trial.
     """
     if not in_process:
+        import ray
+
+        from pipelines.training.ray_train import check_cluster
+
         if trial.parent_run is None:  # the sweep has checked the cluster already
             check_cluster(config.ray, config.ray.num_workers, use_gpu)
         nodes = sum(node["Alive"] for node in ray.nodes())
@@ -262,7 +267,7 @@ def open_run(
     )
     if inputs.sids:  # log the tokenizer's metrics beside the model's
         info = open_table(join(inputs.sids, "sids"), SidsInfo).info
-        content = {**asdict(info), **info.measures, "measures": {}}
+        content = {**asdict(info), **asdict(info.measures), "measures": {}}
         tracking.Logger(run).update(collect_numbers(content, "sids"), 0)
     record = RunRecord(
         status="running",
@@ -334,6 +339,8 @@ def end_failed_run(run: RunRef) -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:
+        from mlflow.exceptions import MlflowException
+
         status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
         with suppress(UserError, MlflowException):  # `error` says more
             tracking.end_run(run, status)
@@ -378,6 +385,8 @@ def finish_run(
     logger.tag(checkpoint=best_folder)
     is_served = registry.find(best.name).ranks == "catalogue"
     if log_model and is_served and not logger.tags.get("model"):
+        from pipelines.serving import package
+
         say("logging the model to MLflow")
         inputs = Inputs(**record.inputs)
         logger.tag(model=package.log_model(run, best_folder, inputs))

@@ -79,6 +79,7 @@ WRONG_LINES = [
     (f"{TIGERS} --fit.metric ndcg10", "'fit.metric' is set by"),
     (f"{TIGERS} --axes.model.alfa [1]", "unknown key 'model.alfa'"),
     (f"{TIGERS} --axes.storage [a]", "'storage' is set by the sweep"),
+    (f"{TIGERS} --axes.fit.metric [ndcg@5]", "'fit.metric' is set by the sweep"),
     (f"{TIGERS} --samples 0", "samples is '0'"),
     ("evaluate --checkpoint {runs}/gone --tables {tables}", "{runs}/gone"),
     (f"{EVALUATE} --tables {{tables}}", "needs sids; give --sids"),

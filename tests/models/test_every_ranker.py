@@ -128,7 +128,7 @@ def test_labels_and_later_events_change_no_score(
         f"{other}/sequences",
         "val",
         unit=run.model.eval_unit,
-        max_history=run.config.max_history,
+        max_history=run.model.config.max_history,
         options=run.model.dataset_options(run.catalogue),
     )
     rows = range(len(run.val))

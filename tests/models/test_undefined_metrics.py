@@ -76,7 +76,7 @@ def test_an_undefined_metric_is_null_in_the_evaluation_and_absent_in_mlflow(
         "retrieval/x",
         "sasrec",
         str(tmp_path),
-        config={"model": run.model.config_to_dict(run.config), "tables": repeats},
+        config={"model": run.model.config_to_dict(run.model.config), "tables": repeats},
         hashes=run.catalogue.hashes,
     )
     folder = tmp_path / "sasrec"

@@ -12,11 +12,12 @@ Shapes: N items, C levels.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from core.errors import UserError
+from core.schemas import CodeMeasures, LevelMeasures
 
 MAX_CONFLICT_CODES = 256
 """Most codes of a conflict level, so that it fits a codebook of the usual size."""
@@ -76,44 +77,27 @@ def add_conflict_levels(
     return np.column_stack([codes, *digits])
 
 
-def measure_levels(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]]:
-    """Measure the use of each level's codebook.
-
-    Args:
-        codes: (N, C) codes.
-        sizes: Number of codes per level.
-
-    Returns:
-        Per level: number of `used` codes, share `use` of the codebook, and
-        `entropy_bits` of the codes.
-    """
+def measure_levels(codes: np.ndarray, sizes: list[int]) -> list[LevelMeasures]:
+    """Measure the use of each level's codebook, given codes (N, C) and sizes."""
     measures = []
     for level, size in enumerate(sizes):
         counts = np.bincount(codes[:, level])
         shares = counts[counts > 0] / len(codes)
         entropy = float(-(shares * np.log2(shares)).sum())
-        measures.append(
-            {
-                "used": len(shares),
-                "use": len(shares) / size,
-                "entropy_bits": entropy + 0.0,  # 0.0 instead of -0.0
-            }
-        )
+        entropy += 0.0  # 0.0 instead of -0.0
+        measures.append(LevelMeasures(len(shares), len(shares) / size, entropy))
     return measures
 
 
-def measure_collisions(codes: np.ndarray) -> dict[str, Any]:
-    """Measure collisions of codes (N, C).
-
-    Returns:
-        `collision_rate`: share of items with the codes of another item; `distinct`:
-        number of code tuples; `duplicates`: number of items beyond the first of each
-        tuple; `largest_group`: most items with equal codes.
-    """
+def measure_collisions(
+    codes: np.ndarray, measures: CodeMeasures | None = None
+) -> CodeMeasures:
+    """Return the collisions of codes (N, C) beside other measures."""
     sizes = np.bincount(collision_groups(codes))
-    return {
-        "collision_rate": float(sizes[sizes > 1].sum() / len(codes)),
-        "distinct": len(sizes),
-        "duplicates": int(len(codes) - len(sizes)),
-        "largest_group": int(sizes.max()),
-    }
+    return replace(
+        measures or CodeMeasures(),
+        collision_rate=float(sizes[sizes > 1].sum() / len(codes)),
+        distinct=len(sizes),
+        duplicates=int(len(codes) - len(sizes)),
+        largest_group=int(sizes.max()),
+    )

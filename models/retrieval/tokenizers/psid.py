@@ -43,12 +43,13 @@ class Psid(Rqkmeans):
         """Train the codebooks, and relax the codes of items with equal codes."""
         quantized = yield from super().fit(embeddings, chosen)
         collisions = measure_collisions(quantized.codes.numpy())
-        yield f"relaxing the codes of {collisions['duplicates']} duplicate items"
+        yield f"relaxing the codes of {collisions.duplicates} duplicate items"
         codes = torch.from_numpy(assign_unique_codes(quantized))
-        measures = {
-            "collision_rate_before": collisions["collision_rate"],
-            "relaxed_items": int((quantized.codes != codes).any(1).sum()),
-        }
+        measures = replace(
+            quantized.measures,
+            collision_rate_before=collisions.collision_rate,
+            relaxed_items=int((quantized.codes != codes).any(1).sum()),
+        )
         return replace(quantized, codes=codes, measures=measures)
 
 

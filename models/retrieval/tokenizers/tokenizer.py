@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from core.options import NamedConfig
+from core.schemas import CodeMeasures
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Quantized:
     """(N, C) int64 centroid of the residual at each level."""
     reconstruction_error: float
     """Share of the embeddings' variance that the codes do not explain."""
-    measures: dict[str, Any] = field(default_factory=dict)
+    measures: CodeMeasures = field(default_factory=CodeMeasures)
     """Further measures of the codes, for the manifest."""
 
 

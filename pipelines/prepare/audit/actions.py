@@ -8,11 +8,10 @@ the start of its split.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import polars as pl
 
+from core.schemas import InputSettings, TaskSettings
 from pipelines.prepare.audit.base import Rule, Tables, window_sums
 from pipelines.prepare.audit.sequences import (
     behaviour_rows,
@@ -179,10 +178,10 @@ def expected_values(
     definitions = tables.info.definitions
     tasks = {
         name: task_values(task).cast(pl.Float64)
-        for name, task in definitions["tasks"].items()
+        for name, task in definitions.tasks.items()
     }
     actions = {
-        name: action_values(action) for name, action in definitions["inputs"].items()
+        name: action_values(action) for name, action in definitions.inputs.items()
     }
     columns = {"tasks": rows.select(**tasks), "actions": rows.select(**actions)}
     values = {
@@ -192,31 +191,31 @@ def expected_values(
     return values | {"features": expected_features(tables, rows)}
 
 
-def task_values(task: dict[str, Any]) -> pl.Expr:
+def task_values(task: TaskSettings) -> pl.Expr:
     """Return whether a task holds; a missing label means that no action was taken."""
-    if task["any"]:
-        labels = [pl.col(f"label_{label}").fill_null(False) for label in task["any"]]
+    if task.any:
+        labels = [pl.col(f"label_{label}").fill_null(False) for label in task.any]
         return pl.any_horizontal(labels)
-    label = pl.col(f"label_{task['label']}")
-    if task["above"] is not None:
-        return (label > task["above"]).fill_null(False)
-    if task["at_least"] is not None:
-        return (label >= task["at_least"]).fill_null(False)
+    label = pl.col(f"label_{task.label}")
+    if task.above is not None:
+        return (label > task.above).fill_null(False)
+    if task.at_least is not None:
+        return (label >= task.at_least).fill_null(False)
     return label.fill_null(False)
 
 
-def action_values(action: dict[str, Any]) -> pl.Expr:
+def action_values(action: InputSettings) -> pl.Expr:
     """Return an action as models read it, from 0 to 1.
 
     A bool label becomes 0 or 1. A number is scaled by its range, linearly or, with
     `log_unit`, logarithmically.
     """
-    label = pl.col(f"label_{action['label']}")
-    if action["range"] is None:
+    label = pl.col(f"label_{action.label}")
+    if action.range is None:
         return label.fill_null(False).cast(pl.Float64)
-    low, high = action["range"]
+    low, high = action.range
     distance = label.cast(pl.Float64).fill_null(low).clip(low, high) - low
-    length, unit = float(high - low), action["log_unit"]
+    length, unit = float(high - low), action.log_unit
     if unit is None:
         return distance / length
     return (distance / unit).log1p() / float(np.log1p(length / unit))
@@ -232,12 +231,12 @@ def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarra
         The features (events,) by name.
     """
     definitions = tables.info.definitions
-    tasks, settings = definitions["tasks"], definitions["counts"]
-    labels = settings["counted_labels"]
-    prior, strength = settings["prior"], settings["strength"]
+    tasks, settings = definitions.tasks, definitions.counts
+    labels = settings.counted_labels or []
+    prior, strength = settings.prior, settings.strength
     key_columns = {
         key: {"user": "user_id", "item": "item_id"}.get(key, f"cat_{key}")
-        for key in settings["keys"]
+        for key in settings.keys
     }
     attributes = [name for name in key_columns.values() if name.startswith("cat_")]
     items = tables.items.select("item_index", "item_id", *attributes)
@@ -252,7 +251,7 @@ def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarra
     features = {}
     for key, column in key_columns.items():
         key_log = log.select(column, "timestamp_ms", "shown", *counted)
-        windows, delay = settings["windows_days"], settings["delay_minutes"]
+        windows, delay = settings.windows_days, settings.delay_minutes
         for window, sums in window_sums(points, key_log, [column], windows, delay):
             exposures = sums["shown"].to_numpy()
             features[f"{key}_exposures_{window}"] = np.log1p(exposures)

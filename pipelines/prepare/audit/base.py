@@ -127,7 +127,7 @@ class Tables:
     @property
     def event_columns(self) -> set[str]:
         """Names of the columns of `events`."""
-        return {column["name"] for column in self.opened["events"].schema}
+        return set(self.opened["events"].columns)
 
     @property
     def behaviour(self) -> str | None:

@@ -14,7 +14,7 @@ from pipelines.prepare.audit.base import EVENT, MINUTE_MS, Rule, Tables
 def check_files(tables: Tables, rule: Rule) -> None:
     """Check that every listed file is complete and has the listed rows and columns."""
     for name, table in tables.opened.items():
-        columns = [column["name"] for column in table.schema]
+        columns = table.columns
         for part in table.files:
             rule.rows += 1
             try:

@@ -296,7 +296,7 @@ def expected_features(
 def _context_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.ndarray]:
     """Return the features (points,) of position and time, by name."""
     position = points["position"].to_numpy().clip(0)
-    page = position // tables.info.search["page_size"]
+    page = position // tables.info.page_size
     time = points["at"].to_numpy()
     hour = time % DAY_MS // HOUR_MS / 24
     weekday = (time // DAY_MS + 3) % 7 / 7  # 1 January 1970 was a Thursday
@@ -315,8 +315,8 @@ def _count_features(
 ) -> dict[str, np.ndarray]:
     """Return the windowed counts and click rates of items, queries and pairs."""
     info, settings = tables.info, tables.info.search
-    prior, strength = settings["ctr_prior"], settings["ctr_strength"]
-    windows, delay = settings["windows_days"], settings["delay_minutes"]
+    prior, strength = settings.ctr_prior, settings.ctr_strength
+    windows, delay = settings.windows_days, settings.delay_minutes
     one, zero = pl.lit(1, pl.Int64), pl.lit(0, pl.Int64)
     columns = ["item_id", "query", "timestamp_ms"]
     is_first = pl.struct(*REQUEST_KEYS, "query").is_first_distinct().cast(pl.Int64)
@@ -340,7 +340,7 @@ def _gap_features(
     tables: Tables, log: pl.DataFrame, points: pl.DataFrame
 ) -> dict[str, np.ndarray]:
     """Return whether, and how long before, each point's pair was last shown."""
-    delay = round(tables.info.search["delay_minutes"] * MINUTE_MS)
+    delay = round(tables.info.search.delay_minutes * MINUTE_MS)
     pairs = log.select(*KEYS["pair"], time="timestamp_ms", last="timestamp_ms")
     pairs = pairs.drop_nulls()
     last = latest_before(points, pairs, KEYS["pair"], delay, "time")["last"]

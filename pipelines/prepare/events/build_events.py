@@ -256,7 +256,6 @@ def _read_files(
             settings,
             inputs,
             info,
-            read_shuffle_sort_write_s=time.perf_counter() - begin,
         )
         old_rejects: list[Part] = []
         rejects = run.tables.appended_version(RejectsInfo)

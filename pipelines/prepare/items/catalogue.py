@@ -7,7 +7,6 @@ catalogue of other tables. One process holds all items and all rows of the item 
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import polars as pl
@@ -54,7 +53,6 @@ def make_items(
     stamps = run.stamps(files)
     if finished := run.tables.find_finished(ItemsInfo, settings, inputs, stamps):
         return finished
-    begin = time.perf_counter()
     stats = load_stats()
     earlier = run.tables.appended_version(ItemsInfo)
     missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
@@ -118,7 +116,6 @@ def make_items(
             settings,
             {**inputs, **hashes},
             info,
-            write_s=time.perf_counter() - begin,
         )
     without_behaviours = ""
     if info.items_without_behaviours is not None:
@@ -168,7 +165,6 @@ def copy_items(
     inputs = {"events": events.hash, "catalogue": original.hash}
     if finished := run.tables.find_finished(ItemsInfo, settings, inputs):
         return finished
-    begin = time.perf_counter()
     seen = load_stats().items
     catalogue_ids = pl.Series(original.read(["item_id"])["item_id"])
     is_inside = seen["id"].is_in(catalogue_ids.implode())
@@ -207,7 +203,6 @@ def copy_items(
             settings,
             inputs,
             info,
-            write_s=time.perf_counter() - begin,
         )
     run.report(
         f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are "

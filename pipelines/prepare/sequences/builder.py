@@ -62,7 +62,7 @@ from pipelines.prepare.sequences.lookups import Lookups, read_catalogue
 from pipelines.prepare.sequences.splits import assign_splits, count_splits
 from pipelines.prepare.settings.config import PrepareConfig, SequencesConfig
 
-MAX_COUNTS = ("max_length", "max_candidates", "max_spread_ms")
+MAX_COUNTS = ("max_length", "max_spread_ms")
 """Counts that are the maximum over parts, not the sum."""
 
 
@@ -486,7 +486,6 @@ def make_sequences(
         settings,
         inputs,
         info,
-        build_write_s=time.perf_counter() - started,
     )
     builder.report(run, sequences, time.perf_counter() - started)
     return sequences

@@ -9,28 +9,19 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from core.options import STRICT, Fraction
+from core.options import STRICT
+from core.schemas import SearchCounts
 from pipelines.prepare.reading.durations import WindowSettings
 from pipelines.prepare.reading.log import check_names
 
 
 @dataclass(config=STRICT, frozen=True)
-class SearchConfig(WindowSettings):
+class SearchConfig(SearchCounts, WindowSettings):
     """Settings of the features of a search log (Sec. 3.1 of QGS)."""
 
-    windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
-    """Lengths of the windows that counts cover, in days, ascending; unused for a log
-    without clock times."""
-    delay_minutes: NonNegativeFloat = 60.0
-    """Minutes until a logged event is available: counts at time t end at t - delay."""
-    ctr_prior: Fraction = 0.1
-    """Click-through rate of a key without exposures. Rates are smoothed: (clicks +
-    prior * strength) / (exposures + strength)."""
-    ctr_strength: PositiveFloat = 10.0
-    """Weight of the prior, in exposures."""
     page_size: PositiveInt = 10
     """Results per page; the page is position // page_size."""
     max_request_minutes: NonNegativeFloat = 60.0

@@ -197,7 +197,7 @@ def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:
     low, high = pack_values([0.1, 0.2] * 50), pack_values([0.4, 0.6] * 50)
     result = to_result({"ndcg@10": 0.15}, {"ndcg@10": low}, 100)
     baselines = [Baseline("ease", {"ndcg@10": 0.5}, {"ndcg@10": high})]
-    assert judge_result(result, baselines, "ndcg@10")["verdict"] == BELOW
+    assert judge_result(result, baselines, "ndcg@10").verdict == BELOW
 
 
 def test_a_search_model_is_judged_by_its_baseline_on_the_same_users() -> None:

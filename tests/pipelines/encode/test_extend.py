@@ -96,7 +96,7 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     assert drift
     assert drift.new_items == 21
     if name != "rqvae":
-        error = old_sids.info.measures["quantization_error"]
+        error = old_sids.info.measures.quantization_error
         assert drift.error_old == pytest.approx(error, abs=1e-4)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize, raise_first
-from core.schemas import ActionsInfo, AsOfInfo, EventsInfo, actions_schema
+from core.schemas import (
+    ActionDefinitions,
+    ActionsInfo,
+    AsOfInfo,
+    EventsInfo,
+    actions_schema,
+)
 from core.splits import SPLITS
 from core.tables import Table
 from pipelines.prepare.events.columns import read_part
@@ -265,7 +271,7 @@ class ActionsBuilder(SequenceBuilder):
             "feature_mean": mean.tolist(),
             "feature_std": np.where(std > MIN_DEVIATION, std, 0.0).tolist(),
             "base_rates": dict(zip(self.actions.tasks, rates, strict=True)),
-            "definitions": asdict(self.actions),
+            "definitions": ActionDefinitions(**vars(self.actions)),
             "dropped": self.dropped,
             "requests": events,
             "users_with_candidates": users,

@@ -22,7 +22,14 @@ import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError, pluralize
-from core.schemas import CountsInfo, EventsInfo, ItemsInfo, counts_schema
+from core.options import as_base
+from core.schemas import (
+    CountsInfo,
+    EventsInfo,
+    ItemsInfo,
+    SearchCounts,
+    counts_schema,
+)
 from core.tables import Part, Table, fingerprint, write_part
 from pipelines.prepare.kinds.search.features import counted_names, never_counted
 from pipelines.prepare.kinds.search.sequences import SearchBuilder, SearchCounter
@@ -62,8 +69,7 @@ def make_counts(
         raise UserError(
             f"counts_as_of is {as_of_text}, and the log has no event before it"
         )
-    search = asdict(config)
-    settings = {"counts_as_of": as_of_ms, "search": search, "behaviour": click}
+    settings = {"counts_as_of": as_of_ms, "search": asdict(config), "behaviour": click}
     inputs = {"events": events.hash, "items": items.hash}
     earlier = run.tables.existing.get("counts")
     if earlier and earlier.fingerprint == fingerprint(settings, inputs):
@@ -93,7 +99,7 @@ def make_counts(
         as_of_ms=as_of_ms,
         features=names,
         never=never_counted(config),
-        search=search,
+        search=as_base(config, SearchCounts),
         behaviour=click,
     )
     run.tables.commit(
@@ -103,7 +109,6 @@ def make_counts(
         settings,
         inputs,
         info,
-        count_write_s=time.perf_counter() - started,
     )
     run.report(
         f"counts: {pluralize(num_keys['item'], 'item')}, "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,14 @@ import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError, pluralize
+from core.options import as_base
 from core.schemas import (
     CARRIED,
     QUERIES,
     AsOfInfo,
     EventsInfo,
     QueriesInfo,
+    SearchCounts,
     SearchInfo,
     search_schema,
 )
@@ -251,8 +253,6 @@ class SearchBuilder(SequenceBuilder):
         clicked = pl.col(f"label_{self.config.behaviour}").list
         is_one_class = clicked.any() == clicked.all()
         count_splits(count, "one_class", requests.filter(is_one_class))
-        lengths = requests["candidates"].list.len()
-        count["max_candidates"] = int(lengths.max())  # type: ignore[arg-type]
         return super().collect_users(requests, behaviours, count)
 
     def training_stats(
@@ -308,8 +308,8 @@ class SearchBuilder(SequenceBuilder):
                 config, custom_groups
             ),
             "windows": self.windows,
-            "search": asdict(config),
-            "max_candidates": count["max_candidates"],
+            "search": as_base(config, SearchCounts),
+            "page_size": config.page_size,
             "requests": requests,
             "candidates": built.per_split("candidates"),
             "requests_one_class": built.per_split("one_class"),

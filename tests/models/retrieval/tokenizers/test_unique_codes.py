@@ -142,7 +142,7 @@ def test_measures_of_collisions_equal_counts(rows: list[tuple[int, ...]]) -> Non
     measures = measure_collisions(np.array(rows))
 
     num_colliding = sum(count > 1 for count in counts)
-    assert measures["collision_rate"] == pytest.approx(num_colliding / len(rows))
-    assert measures["distinct"] == len(set(rows))
-    assert measures["duplicates"] == len(rows) - len(set(rows))
-    assert measures["largest_group"] == max(counts)
+    assert measures.collision_rate == pytest.approx(num_colliding / len(rows))
+    assert measures.distinct == len(set(rows))
+    assert measures.duplicates == len(rows) - len(set(rows))
+    assert measures.largest_group == max(counts)
