@@ -210,9 +210,8 @@ def load_sweep(config: SweepConfig) -> Sweep:
 def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | EvaluateConfig:
     """Build the configuration of the trial of a point."""
     config, ray = sweep.config, sweep.config.ray
-    tables = config.tables or "TABLES"  # a dry run may name none
     content: dict[str, Any] = {
-        "tables": tables,
+        "tables": config.tables or "TABLES",  # a dry run may name none
         "sids": config.sids,
         "text": config.text,
     }
@@ -222,20 +221,19 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         evaluation = build(EvaluateConfig, content)
         # trials run in other folders
         return replace(evaluation, checkpoint=absolute(evaluation.checkpoint))
-    threads = ray.threads or max(1, int(ray.cpus_per_worker))
-    options = {
+    fixed = {
         "storage": sweep.folder,
         "name": name,
-        "fit": {"metric": sweep.metric},
-        "ray": replace(ray, threads=threads),
+        "ray": replace(ray, threads=ray.threads or max(1, int(ray.cpus_per_worker))),
         "tracking_uri": sweep.run.uri,
         "experiment": config.experiment,
         "log_model": False,
     }
-    for key in point:
-        if key == "fit.metric" or key.partition(".")[0] in options.keys() - {"fit"}:
-            raise UserError(f"'{key}' is set by the sweep, and is no axis")
-    training = build(TrainConfig, merge(content, options))
+    if taken := [key for key in point if key.startswith((*fixed, "fit.metric"))]:
+        raise UserError(f"'{taken[0]}' is set by the sweep, and is no axis")
+    training = build(
+        TrainConfig, merge(content, fixed, {"fit": {"metric": sweep.metric}})
+    )
     # trials run in other folders
     model = locate_encoders(training.model)
     names = path_fields(type(model), "checkpoint", "folder")

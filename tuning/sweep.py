@@ -133,13 +133,12 @@ class TrialReporter(Callback):
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
         """Finish a trial that Tune has ended, and print its result."""
-        name, sweep = trial_name(trial), self.sweep
         # fails while its workers still write checkpoints; the sweep then does it
         with suppress(UserError, OSError):
-            stop_trial(name, sweep)
-        record = read_record(join(sweep.folder, name))
-        value = format_metric(record.values.get(sweep.metric) if record else None)
-        self.print_end(trial, trials, f"{sweep.grid.metric} {value}")
+            stop_trial(trial_name(trial), self.sweep)
+        record = read_record(join(self.sweep.folder, trial_name(trial)))
+        value = format_metric(record and record.values.get(self.sweep.metric))
+        self.print_end(trial, trials, f"{self.sweep.grid.metric} {value}")
 
     def on_trial_recover(
         self, iteration: int, trials: list, trial: Any, **info: Any
