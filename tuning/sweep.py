@@ -137,7 +137,7 @@ class TrialReporter(Callback):
         with suppress(UserError, OSError):
             stop_trial(trial_name(trial), self.sweep)
         record = read_record(join(self.sweep.folder, trial_name(trial)))
-        value = format_metric(record and record.values.get(self.sweep.metric))
+        value = format_metric(record.values.get(self.sweep.metric) if record else None)
         self.print_end(trial, trials, f"{self.sweep.grid.metric} {value}")
 
     def on_trial_recover(

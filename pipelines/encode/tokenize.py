@@ -365,8 +365,8 @@ def tokenize(
                 codes = catalogue_codes(published_sids, item_ids, published)
                 # over all SIDs of the file, so that sizes do not depend on the k-core
                 sizes = (np.array(list(published_sids.values())).max(0) + 1).tolist()
-                unused = len(published_sids) - len(codes)
-                measures = CodeMeasures(unused_published=unused)
+                num_unused = len(published_sids) - len(codes)
+                measures = CodeMeasures(unused_published=num_unused)
             else:
                 fit_items = find_train_items(sequences) if sequences else None
                 trained = train_codes(

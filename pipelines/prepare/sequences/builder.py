@@ -475,7 +475,7 @@ def make_sequences(
         **builder.describe(run, built),
         custom=describe_features(custom, custom_columns),
         as_of={
-            name: AsOfFeatures(table.info.key, [c["name"] for c in table.schema[2:]])
+            name: AsOfFeatures(table.info.key, table.columns[2:])
             for name, table in as_of.items()
         },
     )
