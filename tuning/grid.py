@@ -196,13 +196,13 @@ def load_sweep(config: SweepConfig) -> Sweep:
         drawn = random.Random(0).sample(range(len(points)), grid.samples)
         points = [points[index] for index in sorted(drawn)]
     for point in points:
-        content = json.dumps(point, sort_keys=True).encode()
+        text = json.dumps(point, sort_keys=True).encode()
         values = [
             f"{key.rpartition('.')[2]}-{Path(str(value)).name}"
             for key, value in point.items()
         ]
         short = re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(values))[:60] or "base"
-        name = f"{short}-{hashlib.sha256(content).hexdigest()[:8]}"
+        name = f"{short}-{hashlib.sha256(text).hexdigest()[:8]}"
         sweep.trials[name] = Trial(point, build_config(name, point, sweep))
     return sweep
 
