@@ -170,29 +170,20 @@ def quiet_ray_data() -> None:
     DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
 
 
+@dataclasses.dataclass
 class Executor:
-    """Runs the tasks and exchanges of one run of `prepare`.
+    """Runs the tasks and exchanges of one run of `prepare`."""
 
-    Args:
-        settings: Settings of Ray Data.
-        in_process: Run everything in threads of this process, without Ray: faster for a
-            log that fits into memory.
-        share_workers: Run all tasks in the same worker processes. By default Ray Data
-            starts separate processes for its shuffle.
-        start: Starts Ray; called once, before Ray is first used.
-    """
-
-    def __init__(
-        self,
-        settings: RayDataConfig | None = None,
-        in_process: bool = False,
-        share_workers: bool = True,
-        start: Callable[[], None] | None = None,
-    ) -> None:
-        self.settings = settings or RayDataConfig()
-        self.in_process = in_process
-        self.share_workers = share_workers
-        self.start = start
+    settings: RayDataConfig = field(default_factory=RayDataConfig)
+    """Settings of Ray Data."""
+    in_process: bool = False
+    """Run everything in threads of this process, without Ray: faster for a log that
+    fits into memory."""
+    share_workers: bool = True
+    """Run all tasks in the same worker processes. By default Ray Data starts separate
+    processes for its shuffle."""
+    start: Callable[[], None] | None = None
+    """Starts Ray; called once, before Ray is first used."""
 
     def put(self, value: Any) -> Shared:
         """Store `value` in Ray's object store, where all tasks can read it."""

@@ -101,9 +101,9 @@ class OutputTables:
         )
         return None
 
-    def appended_version(self, info_class: type[Info]) -> Table[Info] | None:
-        """Return the version that this run extends, or None."""
-        return self.existing.get(info_class.table) if self.append else None
+    def appended_version(self, name: str) -> Table | None:
+        """Return the version of a table that this run extends, or None."""
+        return self.existing.get(name) if self.append else None
 
     def current(self, name: str) -> Table:
         """Return a pending or committed table."""

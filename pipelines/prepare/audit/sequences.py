@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -297,21 +296,15 @@ def check_counts(
     }
     for name, count in all_counts.items():
         recorded = getattr(tables.info, name)
+        pairs = [(name, recorded, count)]
         if isinstance(count, dict):
-            for split, split_count in count.items():
-                split_recorded = recorded.get(split)
-                _check_count(f"{name} {split}", split_recorded, split_count, rule)
-        else:
-            _check_count(name, recorded, count, rule)
-
-
-def _check_count(name: str, recorded: Any, count: int, rule: Rule) -> None:
-    """Check one count of the manifest against the `count` of the table."""
-    rule.rows += 1
-    if recorded != count:
-        rule.add_violation(
-            f"{name}: the manifest says {recorded}, the table has {count}"
-        )
+            pairs = [(f"{name} {s}", recorded.get(s), n) for s, n in count.items()]
+        for label, value, expected in pairs:
+            rule.rows += 1
+            if value != expected:
+                rule.add_violation(
+                    f"{label}: the manifest says {value}, the table has {expected}"
+                )
 
 
 def count_per_split(rows: pl.DataFrame) -> dict[str, int]:

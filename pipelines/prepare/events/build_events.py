@@ -84,7 +84,7 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
     Returns:
         The table of the events, and a function that returns their statistics.
     """
-    earlier = run.tables.appended_version(EventsInfo)
+    earlier = run.tables.appended_version("events")
     if earlier:
         num_partitions = run.config.partitions or earlier.config["partitions"]
     files = run.source.event_files(run.input)
@@ -258,8 +258,8 @@ def _read_files(
             info,
         )
         old_rejects: list[Part] = []
-        rejects = run.tables.appended_version(RejectsInfo)
-        if rejects and earlier:
+        if earlier:
+            rejects = run.tables.existing["rejects"]
             old_rejects = rejects.files
             if rejects.info.stamps != earlier.info.stamps:
                 # A run that was killed after it committed rejects and before it

@@ -54,7 +54,7 @@ def make_items(
     if finished := run.tables.find_finished(ItemsInfo, settings, inputs, stamps):
         return finished
     stats = load_stats()
-    earlier = run.tables.appended_version(ItemsInfo)
+    earlier = run.tables.appended_version("items")
     missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
     if missing:
         raise UserError(

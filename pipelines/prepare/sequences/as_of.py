@@ -17,7 +17,6 @@ import pyarrow as pa
 from core.errors import UserError
 from core.schemas import AsOfInfo
 from core.tables import Table, write_part
-from pipelines.prepare.reading.log import AsOf
 from pipelines.prepare.reading.reader import read_section
 from pipelines.prepare.run import Run
 
@@ -29,36 +28,36 @@ BEFORE_ALL_MS = -(2**62)
 
 
 def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
-    """Make the tables that the source declares, and return them by name."""
-    return {
-        f"{PREFIX}{name}": _make_table(run, name, section)
-        for name, section in run.source.as_of.items()
-    }
+    """Make the tables that the source declares, and return them by name.
 
-
-def _make_table(run: Run, name: str, section: AsOf) -> Table[AsOfInfo]:
-    """Make the table of one section, unless it is up to date."""
-    table = f"{PREFIX}{name}"
-    files = section.list_files(run.input)
-    settings = {"as_of": run.source.config["as_of"][name]}
-    stamps = run.stamps(files)
-    if finished := run.tables.find_finished(AsOfInfo, settings, {}, stamps, table):
-        return finished
-    read = read_section(section, run.input, files)
-    run.check_rejects(read.rejected, f" of {table}")
-    if not read.rows.height:
-        raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
-    keys = [section.key, "timestamp_ms"]
-    rows = read.rows.sort(keys, maintain_order=True)
-    last = rows.unique(keys, keep="last", maintain_order=True)
-    schema, uri = section.schema, run.tables.table_uri(table)
-    part = write_part(uri, last.to_arrow().cast(schema))
-    info = AsOfInfo(section.key, stamps)
-    run.report(
-        f"{table}: {last.height:,} rows; dropped {rows.height - last.height:,} with "
-        f"the id and time of a later row"
-    )
-    return run.tables.commit(table, schema, [part], settings, read.hashes, info)
+    Tables that are up to date stay.
+    """
+    tables: dict[str, Table[AsOfInfo]] = {}
+    for section_name, section in run.source.as_of.items():
+        name, files = f"{PREFIX}{section_name}", section.list_files(run.input)
+        settings = {"as_of": run.source.config["as_of"][section_name]}
+        stamps = run.stamps(files)
+        if table := run.tables.find_finished(AsOfInfo, settings, {}, stamps, name):
+            tables[name] = table
+            continue
+        read = read_section(section, run.input, files)
+        run.check_rejects(read.rejected, f" of {name}")
+        if not read.rows.height:
+            raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
+        keys = [section.key, "timestamp_ms"]
+        rows = read.rows.sort(keys, maintain_order=True)
+        last = rows.unique(keys, keep="last", maintain_order=True)
+        schema, uri = section.schema, run.tables.table_uri(name)
+        part = write_part(uri, last.to_arrow().cast(schema))
+        info = AsOfInfo(section.key, stamps)
+        run.report(
+            f"{name}: {last.height:,} rows; dropped {rows.height - last.height:,} with "
+            f"the id and time of a later row"
+        )
+        tables[name] = run.tables.commit(
+            name, schema, [part], settings, read.hashes, info
+        )
+    return tables
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -67,23 +67,13 @@ MAX_COUNTS = ("max_length", "max_spread_ms")
 
 
 @dataclass(frozen=True)
-class TrainingStats:
-    """Statistics of the training rows of a part."""
-
-    custom: TrainingValues
-    """Statistics of custom features."""
-    sums: dict[str, np.ndarray] = field(default_factory=dict)
-    """Sums over the rows, by name."""
-
-
-@dataclass(frozen=True)
 class BuiltPart:
     """Rows of `sequences` of one events part, or the written part, with statistics."""
 
     rows: pa.Table | Part | None
     count: Counter[str]
     """Counts of users, behaviours and requests, and of dropped ones."""
-    training: TrainingStats | None = None
+    training: TrainingValues | None = None
     """Statistics of training rows; None for kinds without them, and for an empty
     part."""
 
@@ -96,7 +86,7 @@ class BuiltTable:
     """Written files, for the manifest."""
     count: Counter[str]
     """Counts of all parts."""
-    training: list[TrainingStats]
+    training: list[TrainingValues]
     """Statistics of training rows, for each part that has any."""
 
     def per_split(self, name: str) -> dict[str, int]:
@@ -249,17 +239,13 @@ class SequenceBuilder(ABC):
         if not behaviours["known"].equals(behaviours["timestamp_ms"]):
             behaviours = behaviours.sort("user", "known", maintain_order=True)
         excess, index = pl.col("excess"), pl.int_range(pl.len()).over("user")
-        lengths = behaviours.group_by("user").agg(excess=pl.len().cast(pl.Int64))
-        truncated = lengths.with_columns(excess - self.config.max_events)
-        truncated = truncated.filter(excess > 0)
+        length = pl.len().over("user").cast(pl.Int64)
+        behaviours = behaviours.with_columns(excess=length - self.config.max_events)
+        behaviours = behaviours.with_columns(is_truncated=excess > 0)
+        truncated = behaviours.filter("is_truncated").select("user", "excess").unique()
         count["truncated_users"] = truncated.height
         count["truncated_events"] = int(truncated["excess"].sum())
-        behaviours = behaviours.join(
-            truncated, on="user", how="left", maintain_order="left"
-        )
-        if truncated.height:
-            behaviours = behaviours.filter(excess.is_null() | (index >= excess))
-        return behaviours.with_columns(is_truncated=excess.is_not_null())
+        return behaviours.filter(index >= excess) if truncated.height else behaviours
 
     @abstractmethod
     def form_requests(
@@ -310,7 +296,7 @@ class SequenceBuilder(ABC):
 
     def training_stats(
         self, requests: pl.DataFrame, behaviours: pl.DataFrame
-    ) -> TrainingStats | None:
+    ) -> TrainingValues | None:
         """Return the statistics of training rows; None for kinds without them."""
         return None
 
@@ -455,8 +441,7 @@ def make_sequences(
         [part.training for part in ordered if part.training],
     )
     report_missing(run, as_of, events.rows, count)
-    custom = [part.custom for part in built.training]
-    custom_columns = builder.custom_columns if custom else []
+    custom_columns = builder.custom_columns if built.training else []
     info = builder.info_class(
         kind=config.kind,
         users=count["users"],
@@ -473,7 +458,7 @@ def make_sequences(
         truncated_events=count["truncated_events"],
         tied_behaviours=count["tied_rows"],
         **builder.describe(run, built),
-        custom=describe_features(custom, custom_columns),
+        custom=describe_features(built.training, custom_columns),
         as_of={
             name: AsOfFeatures(table.info.key, table.columns[2:])
             for name, table in as_of.items()

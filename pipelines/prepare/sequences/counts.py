@@ -244,7 +244,10 @@ def exchange_keys(
             rows.
         shared: First arguments of the kernel.
     """
-    num_buckets = choose_num_buckets(num_events, len(parts))
+    num_buckets = 1
+    if len(parts) > 1:  # counted in parallel
+        num_buckets = min(len(parts), MIN_BUCKETS)
+        num_buckets = max(math.ceil(num_events / ROWS_PER_BUCKET), num_buckets)
     return Exchange(
         read=partial(_scatter_rows, counter, parts, lookups, num_buckets),
         num_reads=len(parts),
@@ -252,17 +255,6 @@ def exchange_keys(
         num_partitions=len(counter.names) * num_buckets,
         shared=shared,
     )
-
-
-def choose_num_buckets(num_events: int, num_parts: int) -> int:
-    """Return the number of buckets that the keys of one kind are spread over.
-
-    One part needs one bucket. More parts get at least MIN_BUCKETS, or one bucket per
-    part if there are fewer parts, so that counting runs in parallel.
-    """
-    if num_parts <= 1:
-        return 1
-    return max(math.ceil(num_events / ROWS_PER_BUCKET), min(num_parts, MIN_BUCKETS))
 
 
 def _scatter_rows(

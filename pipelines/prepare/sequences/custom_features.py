@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -68,10 +69,10 @@ def item_columns(source: Log, names: list[str]) -> pa.Schema:
         pa.field(CATEGORY + name, pa.string()) for name in names if name in categories
     ]
     other_features = default_groups(source, [])
-    for field in fields:
-        if field.name in other_features:
+    for new in fields:
+        if new.name in other_features:
             raise UserError(
-                f"item_features has '{plain_name(field.name)}', which is also the name "
+                f"item_features has '{plain_name(new.name)}', which is also the name "
                 f"of another feature; rename one of them"
             )
     return pa.schema(fields)
@@ -151,12 +152,14 @@ class Moments:
 
 @dataclass(frozen=True)
 class TrainingValues:
-    """Statistics of custom features over some training rows."""
+    """Statistics of custom features over the training rows of a part."""
 
     numbers: dict[str, Moments]
     """Moments of each number."""
     categories: dict[str, list[str] | None]
     """Sorted values of each category; None for more than MAX_VALUES."""
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
+    """Sums over the rows of other columns, by name."""
 
     @classmethod
     def from_frame(cls, rows: pl.DataFrame) -> TrainingValues:

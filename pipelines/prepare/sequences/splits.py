@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from datetime import UTC, datetime
 
 import numpy as np
 import polars as pl
@@ -37,36 +36,24 @@ def cut_times(stats: EventStats, config: SplitConfig, executor: Executor) -> Spl
     Returns:
         The split, with the first timestamps of the windows.
     """
-    if config.val_start is not None or config.val_days is not None:
-        val_start, test_start = _configured_starts(stats, config)
-        if not stats.first_ms < val_start < test_start <= stats.last_ms:
-            raise UserError(
-                f"the cuts at {val_start} and {test_start} ms leave a split without "
-                f"events: the log runs from {stats.first_ms} to {stats.last_ms} ms"
-            )
+    if config.val_days is not None and config.test_days is not None:
+        test_start = stats.last_ms + 1 - round(config.test_days * DAY_MS)
+        val_start = test_start - round(config.val_days * DAY_MS)
+    elif config.val_start is not None:
+        val_start, test_start = config.val_start, config.test_start
     else:
         before_val = 1 - config.val_fraction - config.test_fraction
-        before_test = 1 - config.test_fraction
         ranks = [
             min(int(stats.behaviours * share), stats.behaviours - 1)
-            for share in (before_val, before_test)
+            for share in (before_val, 1 - config.test_fraction)
         ]
         val_start, test_start = nth_times(stats, ranks, executor)
-        if not stats.first_ms < val_start < test_start:
-            raise UserError(
-                f"a temporal split by fractions is not possible: training would end at "
-                f"{val_start} and validation at {test_start} ms, but the log begins at "
-                f"{stats.first_ms} ms"
-            )
+    if not stats.first_ms < val_start < test_start <= stats.last_ms:
+        raise UserError(
+            f"the cuts at {val_start} and {test_start} ms leave a split without "
+            f"events: the log runs from {stats.first_ms} to {stats.last_ms} ms"
+        )
     return Split("temporal", val_start, test_start)
-
-
-def _configured_starts(stats: EventStats, config: SplitConfig) -> list[int]:
-    """Return the starts of the validation and test window that the settings give."""
-    if config.val_days is None or config.test_days is None:
-        return [config.val_start, config.test_start]
-    test_start = stats.last_ms + 1 - round(config.test_days * DAY_MS)
-    return [test_start - round(config.val_days * DAY_MS), test_start]
 
 
 def nth_times(stats: EventStats, ranks: list[int], executor: Executor) -> list[int]:
@@ -150,12 +137,6 @@ def assign_splits(
     codes[last["test"].to_numpy()] = 2
     names = pl.Series(SPLITS, dtype=pl.Enum(SPLITS)).gather(codes)
     return requests.with_columns(split=names)
-
-
-def format_moment(time_ms: int) -> str:
-    """Format a time in ms like `2024-05-07 13:00:00`, in UTC."""
-    moment = datetime.fromtimestamp(time_ms / 1000, UTC)
-    return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def tie_hash(user: str, time: int, item: str) -> int:

@@ -39,7 +39,6 @@ from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import (
     BuiltTable,
     SequenceBuilder,
-    TrainingStats,
 )
 from pipelines.prepare.sequences.counts import KeyCounter
 from pipelines.prepare.sequences.custom_features import (
@@ -52,7 +51,6 @@ from pipelines.prepare.sequences.lookups import Lookups, read_catalogue
 from pipelines.prepare.sequences.splits import (
     assign_splits,
     count_splits,
-    format_moment,
     require_training,
 )
 from pipelines.prepare.settings.actions import ITEM, ActionsConfig
@@ -199,7 +197,7 @@ class ActionsBuilder(SequenceBuilder):
 
     def training_stats(
         self, requests: pl.DataFrame, behaviours: pl.DataFrame
-    ) -> TrainingStats:
+    ) -> TrainingValues:
         """Return the sums of tasks and features over training events."""
         columns = behaviours.select(*self.custom_columns, "tasks", "features")
         train = columns.filter(requests["split"] == "train")
@@ -210,7 +208,7 @@ class ActionsBuilder(SequenceBuilder):
             "squares": np.square(features, out=features).sum(axis=0),
         }
         custom = TrainingValues.from_frame(train.select(self.custom_columns))
-        return TrainingStats(custom, sums)
+        return replace(custom, sums=sums)
 
     def resolve(self, run: Run, events: Table[EventsInfo]) -> Self:
         """Drop tasks and inputs that are constant in training, and report them.
@@ -346,8 +344,8 @@ def compute_label_stats(
     if empty:
         counts = ", ".join(f"{name} {count:,}" for name, count in num_events.items())
         raise UserError(
-            f"the cuts at {format_moment(builder.split.val_start_ms)} and "
-            f"{format_moment(builder.split.test_start_ms)} leave no event in "
+            f"the cuts at {builder.split.val_start_ms} and "
+            f"{builder.split.test_start_ms} ms leave no event in "
             f"{' and '.join(empty)} ({counts})"
         )
     constant: dict[str, str] = {}

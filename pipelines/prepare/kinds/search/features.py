@@ -14,13 +14,11 @@ Shapes: E events, W windows, M counted labels, F features.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from itertools import chain
 
 import numpy as np
 import polars as pl
 
-from core.options import check_known
 from core.schemas import FeatureGroup
 from models.search.counts import HOURS, time_features
 from pipelines.prepare.reading.durations import HOUR_MS
@@ -170,37 +168,3 @@ def feature_groups(
         group = declared_group.get(plain_name(column), default)
         groups[group].append(column)
     return [FeatureGroup(name, members) for name, members in groups.items() if members]
-
-
-def check_feature_names(
-    config: SearchConfig, names: Iterable[str], custom_columns: Iterable[str]
-) -> None:
-    """Check the features that the source file declares by name.
-
-    Args:
-        config: Settings of the source file.
-        names: Names of `feature_names`.
-        custom_columns: Columns of all custom features.
-    """
-    custom_names = [plain_name(column) for column in custom_columns]
-    unknown = config.unknown_when_ranking
-    check_known(unknown, custom_names, "search.unknown_when_ranking")
-    grouped = chain.from_iterable(config.groups.values())
-    check_known(grouped, [*names, *custom_names], "search.groups")
-
-
-def features_unknown_when_ranking(
-    config: SearchConfig, custom_columns: Collection[str]
-) -> list[str]:
-    """Return the features that are unknown when a result is ranked.
-
-    The features are the position, the page, and the custom features that the source
-    file declares in `unknown_when_ranking`.
-
-    Args:
-        config: Settings of the source file.
-        custom_columns: Columns of all custom features.
-    """
-    declared = config.unknown_when_ranking
-    unknown = [name for name in custom_columns if plain_name(name) in declared]
-    return [*SHOWN_FEATURES, *unknown]

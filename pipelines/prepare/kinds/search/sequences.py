@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError, pluralize
-from core.options import as_base
+from core.options import as_base, check_known
 from core.schemas import (
     CARRIED,
     QUERIES,
@@ -36,13 +37,12 @@ from pipelines.prepare.events.columns import dictionary_column, read_part
 from pipelines.prepare.events.event_stats import IdCounts
 from pipelines.prepare.kinds.search.features import (
     QUERY_FEATURES,
-    check_feature_names,
+    SHOWN_FEATURES,
     context_features,
     count_keys,
     counted_names,
     feature_groups,
     feature_names,
-    features_unknown_when_ranking,
     never_counted,
 )
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_searches
@@ -53,19 +53,28 @@ from pipelines.prepare.sequences.as_of import read_items
 from pipelines.prepare.sequences.builder import (
     BuiltTable,
     SequenceBuilder,
-    TrainingStats,
 )
 from pipelines.prepare.sequences.counts import Columns, KeyCounter
 from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
     default_groups,
     item_columns,
+    plain_name,
 )
 from pipelines.prepare.sequences.lookups import Lookups, read_vocabulary
 from pipelines.prepare.sequences.splits import count_splits, require_training
 from pipelines.prepare.settings.config import PrepareConfig
 
 QUERIES_PER_PART = 1_000_000
+
+COUNTS = (
+    "requests_outside",
+    "candidates_outside",
+    "requests_truncated",
+    "requests_without_query",
+    "requests_spread",
+)
+"""Counts of the log that the info of sequences has."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,11 @@ class SearchBuilder(SequenceBuilder):
             )
         custom_groups = default_groups(source, config.search.item_features)
         names = feature_names(config.search, source.info.clock)
-        check_feature_names(config.search, names, custom_groups)
+        custom_names = [plain_name(column) for column in custom_groups]
+        unknown = config.search.unknown_when_ranking
+        check_known(unknown, custom_names, "search.unknown_when_ranking")
+        grouped = chain.from_iterable(config.search.groups.values())
+        check_known(grouped, [*names, *custom_names], "search.groups")
 
     @staticmethod
     def draw_log(settings: Settings) -> SimulatedLog:
@@ -257,11 +270,11 @@ class SearchBuilder(SequenceBuilder):
 
     def training_stats(
         self, requests: pl.DataFrame, behaviours: pl.DataFrame
-    ) -> TrainingStats:
+    ) -> TrainingValues:
         """Return the statistics of custom features over training candidates."""
         train = requests.filter(split="train")
         candidates = train.select(pl.col(self.custom_columns).explode())
-        return TrainingStats(TrainingValues.from_frame(candidates))
+        return TrainingValues.from_frame(candidates)
 
     def make_inputs(self, run: Run, events: Table[EventsInfo]) -> dict[str, Table]:
         """Make the tables of queries and of joined features."""
@@ -298,15 +311,15 @@ class SearchBuilder(SequenceBuilder):
         requests = built.per_split("requests")
         require_training(requests, "request")
         custom_groups = default_groups(source, config.item_features)
+        declared = config.unknown_when_ranking
+        unknown = [name for name in custom_groups if plain_name(name) in declared]
         return {
             "tied_targets": built.tied_targets(),
             "queries": run.tables.current("queries").rows,
             "labels": self.labels,
             "features": self.features,
             "groups": feature_groups(config, self.features, custom_groups),
-            "unknown_when_ranking": features_unknown_when_ranking(
-                config, custom_groups
-            ),
+            "unknown_when_ranking": [*SHOWN_FEATURES, *unknown],
             "windows": self.windows,
             "search": as_base(config, SearchCounts),
             "page_size": config.page_size,
@@ -314,13 +327,9 @@ class SearchBuilder(SequenceBuilder):
             "candidates": built.per_split("candidates"),
             "requests_one_class": built.per_split("one_class"),
             "requests_without_history": built.per_split("without_history"),
-            "requests_outside": count["requests_outside"],
-            "candidates_outside": count["candidates_outside"],
-            "requests_truncated": count["requests_truncated"],
-            "requests_without_query": count["requests_without_query"],
-            "requests_spread": count["requests_spread"],
             "max_request_spread_ms": count["max_spread_ms"],
             "item_features": self.item_columns.names,
+            **{name: count[name] for name in COUNTS},
         }
 
     def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
