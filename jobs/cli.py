@@ -47,6 +47,7 @@ from pipelines.version import RAY_PACKAGE
 
 REMEDIES = {
     "axes": "give --axes.KEY '[A, B]'",
+    "code": "if you trust its author, --trust_code true runs it",
     "damaged": "remove the file, or make its folder anew",
     "format": "the job that wrote it writes it anew with --overwrite",
     "guess": "write the file with jobs.prepare --suggest FOLDER --output FILE, check "
@@ -219,7 +220,8 @@ def format_help(job: ModuleType, words: Sequence[str]) -> str:
     for option in list_options(job.Config):
         lines += describe_option(option)
         if option.key in ("model", "tokenizer") and content.get(option.key):
-            config = registry.build_config(option.key, content[option.key])
+            section = registry.name_class(content[option.key])
+            config = registry.build_config(option.key, section)
             for nested in list_options(type(config), f"{option.key}."):
                 lines += describe_option(nested)
     return "\n".join(lines)

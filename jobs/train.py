@@ -36,6 +36,8 @@ def run(config: TrainConfig) -> TrainingResult:
     reads = registry.find(result.best.name).extra_inputs
     inputs = config.inputs.select(result.best.name, reads).folders()
     evaluate = {"checkpoint": result.checkpoint, **inputs, "split": "test"}
+    if result.best.code:
+        evaluate["trust_code"] = "true"
     print(f"  next        {cli.command_line('jobs.evaluate', **evaluate)}")
     return result
 

@@ -17,7 +17,7 @@ import torch
 from core.errors import UserError
 from core.schemas import Inputs
 from core.tables import Table, table_hashes
-from models import registry
+from models import own_code, registry
 from models.model import Model
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
@@ -73,7 +73,13 @@ class LoadedModel:
     """Catalogue of the tables with which the model is loaded."""
 
     @classmethod
-    def load(cls, uri: str, inputs: Inputs, device: torch.device | str = "cpu") -> Self:
+    def load(
+        cls,
+        uri: str,
+        inputs: Inputs,
+        device: torch.device | str = "cpu",
+        trust_code: bool = False,
+    ) -> Self:
         """Load a checkpoint with tables that equal or extend the training tables.
 
         A model that ranks a catalogue also accepts another log of the same items.
@@ -82,8 +88,10 @@ class LoadedModel:
             uri: Path or URI of the checkpoint.
             inputs: Folders of the tables.
             device: Device of the model.
+            trust_code: Whether to run code that the checkpoint contains.
         """
         metadata = checkpoint.read(uri)
+        own_code.accept_code(metadata.code, uri, trust_code)
         catalogue = load_catalogue(
             metadata.name, inputs, metadata.learned.get("scales")
         )

@@ -4,6 +4,9 @@
 
 A class is imported when it is looked up, so that commands start quickly, and a student
 can look up the class of its teacher.
+
+A user may also name a class in a file of their own, `my_file.py:MyModel`
+(`models/own_code.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pydantic import BeforeValidator
 
 from core.errors import UserError
 from core.options import NamedConfig, build, check_known
+from models import own_code
 
 if TYPE_CHECKING:
     from models.model import Model
@@ -90,6 +94,10 @@ def find_tokenizer(name: str) -> type[Tokenizer]:
 
 def _import_class(prefix: str, entries: Mapping[str, str], name: str) -> Any:
     """Import and return the class of a name, which is the value of `{prefix}name`."""
+    if ":" in name:
+        found = own_code.find_class(name)
+        found.name = name
+        return found
     check_known([name], entries, f"{prefix}name")
     module, class_name = entries[name].split(":")
     found = getattr(importlib.import_module(module), class_name)
@@ -121,14 +129,28 @@ def build_model_config(options: Any) -> Any:
     return build_config("model", options)
 
 
+def name_class(options: Any) -> Any:
+    """Return options of the user with the name of a class in a file of the user's."""
+    if isinstance(options, str):
+        return own_code.run_file(options)
+    if isinstance(options, Mapping):
+        return {**options, "name": own_code.run_file(str(options.get("name", "")))}
+    return options
+
+
 ModelSection = Annotated[
-    Any, BeforeValidator(lambda value, info: build_config("model", value, info.context))
+    Any,
+    BeforeValidator(
+        lambda value, info: build_config("model", name_class(value), info.context)
+    ),
 ]
 """Type of the config of a model, which its `name` chooses."""
 
 TokenizerSection = Annotated[
     Any,
-    BeforeValidator(lambda value, info: build_config("tokenizer", value, info.context)),
+    BeforeValidator(
+        lambda value, info: build_config("tokenizer", name_class(value), info.context)
+    ),
 ]
 """Type of the config of a tokenizer, which its `name` chooses."""
 

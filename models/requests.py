@@ -163,6 +163,8 @@ class Settings(BaseModel):
 
     device: str = "cpu"
     """Device of the model, such as `cuda`."""
+    trust_code: bool = False
+    """Whether to run code that the checkpoint contains."""
 
 
 class Requests:

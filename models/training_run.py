@@ -24,7 +24,7 @@ from core.files import join
 from core.options import build, check_known
 from core.schemas import Inputs, SequencesInfo
 from core.tables import Table, open_table
-from models import registry
+from models import own_code, registry
 from models.custom_features import adopt_scales
 from models.dataset.dataset import Dataset
 from models.dataset.kind import NewExamples
@@ -202,6 +202,7 @@ class TrainingRun:
             model=self.model.config_to_dict(self.model.config),
             fit=vars(self.fit).copy(),
             hashes=self.catalogue.hashes,
+            code=dict(own_code.SOURCES),
             learned={
                 "scales": self.catalogue.scales(),
                 "names": collect_row_names(self.model),

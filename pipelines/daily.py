@@ -34,7 +34,7 @@ from core.schemas import (
     parse_record,
 )
 from core.tables import TableInfo, find_table, open_table
-from models import registry
+from models import own_code, registry
 from pipelines.comparison.config import ModelName
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
 from pipelines.evaluation.config import EvaluateConfig
@@ -124,6 +124,7 @@ def process_day(config: DailyConfig) -> DayRecord:
                 text=inputs.text,
                 split="test",
                 unseen=unseen,
+                trust_code=config.train.trust_code,
             )
             return run_step("evaluate", measure_checkpoint, evaluate)
 
@@ -149,7 +150,7 @@ def process_day(config: DailyConfig) -> DayRecord:
         accepted = [other for other in days if other.accepted]
         running = accepted[-1] if accepted else None
         if running and not (day.anew or day.before is not None):
-            day.anew = describe_other_tables(running, inputs)
+            day.anew = describe_other_tables(running, config.train)
             if not day.anew:
                 day.before = defined_metrics(measure(running.checkpoint))
                 day.running = running.name
@@ -246,7 +247,7 @@ def is_text_outdated(config: EncodeConfig) -> bool:
     return False
 
 
-def describe_other_tables(running: DayRecord, inputs: Inputs) -> str:
+def describe_other_tables(running: DayRecord, config: TrainConfig) -> str:
     """Return why the tables do not extend those of the running model; "" if they do.
 
     They do not after `jobs.prepare --overwrite`; a new model is then trained.
@@ -255,7 +256,8 @@ def describe_other_tables(running: DayRecord, inputs: Inputs) -> str:
     from models.training import checkpoint
 
     metadata = checkpoint.read(running.checkpoint)
-    versions = read_versions(metadata.name, inputs)
+    own_code.accept_code(metadata.code, running.checkpoint, config.trust_code)
+    versions = read_versions(metadata.name, config.inputs)
     try:
         checkpoint.check(metadata, running.checkpoint, versions, extending=True)
     except checkpoint.OtherTablesError as error:

@@ -453,7 +453,7 @@ def compare_runs(config: CompareConfig) -> list[Comparison]:
         name, metric = config.register, f"val/{comparisons[0].metric}"
         best = find_best_run(comparisons[0])
         best_run = RunRef(uri, best["experiment"], best["training"])
-        version = register(best_run, name, metric).version
+        version = register(best_run, name, metric, config.trust_code).version
         print(
             f"registered: version {version} of {name} is the best checkpoint of "
             f"{best['name']} by validation\n"

@@ -101,7 +101,7 @@ def dataset(
         batch_size: Requests per batch.
         seed: Seed of the model's weights and of the order of `train`.
     """
-    config = registry.build_model_config(model)
+    config = registry.build_model_config(registry.name_class(model))
     catalogue = load_catalogue(config.name, Inputs(tables, sids, text))
     model_class = registry.find(config.name)
     torch.manual_seed(seed)

@@ -37,10 +37,13 @@ class TrainedModel:
         uri: Folder of the checkpoint.
         inputs: Folders of the tables.
         device: Device of the model.
+        trust_code: Whether to run code that the checkpoint contains.
     """
 
-    def __init__(self, uri: str, inputs: Inputs, device: str) -> None:
-        self.loaded = LoadedModel.load(uri, inputs, device)
+    def __init__(
+        self, uri: str, inputs: Inputs, device: str, trust_code: bool = False
+    ) -> None:
+        self.loaded = LoadedModel.load(uri, inputs, device, trust_code)
         self.model, self.served = self.loaded.model, ServedModel()
         settings = self.model.requests_class.settings_class(device=device)
         with TemporaryDirectory() as folder:
@@ -127,7 +130,11 @@ class TrainedModel:
 
 
 def load(
-    run: str, *, device: str = "cpu", tracking_uri: str | None = None
+    run: str,
+    *,
+    device: str = "cpu",
+    tracking_uri: str | None = None,
+    trust_code: bool = False,
 ) -> TrainedModel:
     """Load the best checkpoint of a run, with the tables of its training.
 
@@ -137,6 +144,7 @@ def load(
         device: Device of the model, such as `cuda`.
         tracking_uri: MLflow store of an id; by default MLFLOW_TRACKING_URI, else
             `runs/mlflow.db` in the working directory.
+        trust_code: Whether to run code that the checkpoint contains.
     """
     if RUN_ID.fullmatch(run):
         client = tracking.connect(tracking.find_store(tracking_uri))
@@ -145,4 +153,4 @@ def load(
     record = read_record(run) or read_record(posixpath.dirname(uri))
     if record is None:
         raise UserError(f"{run} is not the folder of a run", "run")
-    return TrainedModel(uri, Inputs(**record.inputs), device)
+    return TrainedModel(uri, Inputs(**record.inputs), device, trust_code)

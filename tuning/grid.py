@@ -35,6 +35,7 @@ from core.options import (
     read_yaml,
 )
 from core.schemas import RunRef
+from models.own_code import name_metric
 from pipelines import tracking
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.tracking.runs import command_line
@@ -154,7 +155,7 @@ class Sweep(NamedTuple):
     @property
     def metric(self) -> str:
         """Metric that ranks the trials, without the prefix `val/`."""
-        return self.grid.metric.removeprefix("val/")
+        return name_metric(self.grid.metric.removeprefix("val/"))
 
     @property
     def num_workers(self) -> int:
@@ -214,6 +215,7 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "tables": config.tables or "TABLES",  # a dry run may name none
         "sids": config.sids,
         "text": config.text,
+        "trust_code": config.trust_code,
     }
     content = merge(content, sweep.grid.fixed, nest(point))
     if sweep.grid.job == "evaluate":

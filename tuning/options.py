@@ -57,6 +57,9 @@ class SweepConfig:
     the validation split in any case."""
     ray: RayOptions = field(default_factory=RayOptions)
     """Workers and resources of each trial."""
+    trust_code: bool = False
+    """Whether to run code that a checkpoint contains; by default only code equal to a
+    file that the sweep names runs."""
     tracking_uri: str | None = None
     """MLflow tracking URI; by default MLFLOW_TRACKING_URI, else a SQLite file in the
     storage folder."""

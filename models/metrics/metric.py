@@ -7,7 +7,8 @@
             return (ranking.rank < k).double()
 
 A file with such a class adds the metric to validation, `fit.metric`, evaluation and
-comparison. Shapes: `B` requests, `K` ranked items, `N` items of the catalogue.
+comparison; a file outside of `ranked` does if it is named, as `fit.metric` or with a
+model. Shapes: `B` requests, `K` ranked items, `N` items of the catalogue.
 """
 
 from __future__ import annotations
@@ -91,10 +92,15 @@ class CatalogueMetric(Metric):
 
 
 @cache
-def find_metrics(kind: type[Any]) -> tuple[Any, ...]:
-    """Return a metric of each class of a kind, in the order of their files."""
+def import_metrics() -> None:
+    """Import the files of `ranked`."""
     for module in pkgutil.iter_modules(ranked.__path__, f"{ranked.__name__}."):
         importlib.import_module(module.name)
+
+
+def find_metrics(kind: type[Any]) -> tuple[Any, ...]:
+    """Return a metric of each class of a kind, in the order of their files."""
+    import_metrics()
     return tuple(metric() for metric in kind.__subclasses__())
 
 

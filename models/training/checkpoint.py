@@ -76,6 +76,8 @@ class Checkpoint:
     learned: dict[str, Any] = field(default_factory=dict)
     """Values other than weights that were learned from the tables
     (`models/warm_start.py`)."""
+    code: dict[str, str] = field(default_factory=dict)
+    """Sources of the user's own files that trained the model (`models/registry.py`)."""
     files: dict[str, int] = field(default_factory=dict)
     """Sizes of the other files in bytes, by name."""
     sha256: dict[str, str] = field(default_factory=dict)

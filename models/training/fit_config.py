@@ -12,6 +12,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Fraction, Free, Seed
+from models.own_code import MetricName
 
 
 @dataclass(config=STRICT)
@@ -60,9 +61,9 @@ class FitConfig:
     eval_options: dict[str, Free] = field(default_factory=dict)
     """Options of the model's `recommend` method in validation, such as `beam: 20` for
     TIGER."""
-    metric: str = "ndcg@10"
-    """Validation metric, larger is better, that selects the best checkpoint and decides
-    on early stopping."""
+    metric: MetricName = "ndcg@10"
+    """Validation metric, larger is better, or FILE.py:CLASS of one; it selects the best
+    checkpoint and decides on early stopping."""
     clip_norm: NonNegativeFloat = 1.0
     """Maximum global norm of the gradient; 0 disables clipping."""
     cuda_graphs: Literal["auto", "off"] = "auto"

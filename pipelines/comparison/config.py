@@ -37,6 +37,9 @@ class CompareConfig:
     than 60 lines."""
     html: str | None = None
     """Also write the tables and plots to this HTML file, and log it to MLflow."""
+    trust_code: bool = False
+    """Whether to run code that a checkpoint contains, to register
+    it."""
     register: ModelName | None = None
     """Register the checkpoint with the best validation metric under this name in
     MLflow's model registry."""

@@ -14,7 +14,7 @@ import torch
 from core.errors import UserError
 from core.options import build, check_known
 from core.tables import Table
-from models import registry
+from models import own_code, registry
 from models.loaded_model import (
     read_versions,
     replace_sequences_version,
@@ -37,11 +37,16 @@ class CheckedEvaluation:
     versions: dict[str, Table[Any]]
     """Tables of the evaluation, by name."""
 
+    def __reduce__(self) -> Any:
+        """Pickle the code of the checkpoint too, which this process runs already."""
+        return own_code.pickle_with_code(self)
+
 
 def check_evaluation(config: EvaluateConfig) -> CheckedEvaluation:
     """Open the checkpoint and the tables of an evaluation."""
     uri = find_checkpoint(config.checkpoint)
     saved = checkpoint.read(uri)
+    own_code.accept_code(saved.code, uri, config.trust_code)
     options = config.recommend_options()
     options_class = registry.find(saved.name).options_class
     if options_class:

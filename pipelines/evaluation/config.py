@@ -63,6 +63,9 @@ class EvaluateConfig(StudentOptions, AtSpeedOptions):
     """Device of the model; auto: a GPU if there is one."""
     tracking_uri: str | None = None
     """MLflow tracking URI, if MLflow has moved since the training."""
+    trust_code: bool = False
+    """Whether to run code that a checkpoint contains; by default only code equal to a
+    file that the same command names runs."""
     overwrite: bool = False
     """Replace the table of --batch_inference."""
 

@@ -46,7 +46,7 @@ from core.tables import (
     write_part,
     writing,
 )
-from models import registry
+from models import own_code, registry
 from models.dataset.dataset import Dataset
 from models.dataset.encoding import request_index
 from models.loaded_model import LoadedModel
@@ -123,6 +123,10 @@ class InferenceTask:
     """Options of `recommend`, with the mask of the allowed items."""
     in_ray: bool
     """Whether actors of Ray Data do the work."""
+
+    def __reduce__(self) -> Any:
+        """Pickle the code of the checkpoint too, which this process runs already."""
+        return own_code.pickle_with_code(self)
 
 
 class Inference:

@@ -16,7 +16,8 @@ from pipelines.training.record import find_checkpoint
 
 def write_nearest(config: EvaluateConfig) -> pa.Table:
     """Write the table of `find_nearest` to the Parquet file `config.nearest`."""
-    loaded = LoadedModel.load(find_checkpoint(config.checkpoint), config.inputs)
+    uri = find_checkpoint(config.checkpoint)
+    loaded = LoadedModel.load(uri, config.inputs, trust_code=config.trust_code)
     table = find_nearest(loaded, config.k)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)

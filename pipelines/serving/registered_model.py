@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 
 from core.errors import UserError
 from core.schemas import Inputs, RunRef
-from models import registry
+from models import own_code, registry
 from models.training import checkpoint
 from pipelines import tracking
 from pipelines.serving import package
@@ -27,7 +27,9 @@ RUN_TAG = "trieline.run"
 """Tag of a version with the name of its run."""
 
 
-def register(run: RunRef, name: str, metric: str | None = None) -> ModelVersion:
+def register(
+    run: RunRef, name: str, metric: str | None = None, trust_code: bool = False
+) -> ModelVersion:
     """Register the best checkpoint of a run, or return the version that it has already.
 
     The model is logged to the run first if needed.
@@ -36,11 +38,12 @@ def register(run: RunRef, name: str, metric: str | None = None) -> ModelVersion:
         run: MLflow run of a training.
         name: Name of the registered model.
         metric: Metric on validation (`val/...`) for the version's description.
+        trust_code: Whether to run code that the checkpoint contains.
     """
     client = tracking.connect(run.uri)
     training = client.get_run(run.run_id)
     params, tags = training.data.params, training.data.tags
-    check_servable(training, run)
+    check_servable(training, run, trust_code)
     weights = checkpoint.weights_hash(tags["checkpoint"])
     with package.use_store(run.uri):
         for version in find_versions(client, name):
@@ -69,21 +72,23 @@ def register(run: RunRef, name: str, metric: str | None = None) -> ModelVersion:
     return version
 
 
-def check_servable(training: Any, run: RunRef) -> None:
+def check_servable(training: Any, run: RunRef, trust_code: bool) -> None:
     """Raise UserError if a run has no checkpoint, or its model cannot be served.
 
     Args:
         training: MLflow run of the training.
         run: Reference to the run, for messages.
+        trust_code: Whether to run code that the checkpoint contains.
     """
     params, tags = training.data.params, training.data.tags
     name = training.info.run_name
     if "model.name" not in params or "checkpoint" not in tags:
         raise UserError(f"the run '{name}' at {run.uri} has no checkpoint to register")
-    reason = registry.find(params["model.name"]).reason_not_served()
-    if reason:
+    saved = checkpoint.read(tags["checkpoint"])
+    own_code.accept_code(saved.code, tags["checkpoint"], trust_code)
+    if reason := registry.find(params["model.name"]).reason_not_served():
         raise UserError(f"the model '{params['model.name']}' is not served: {reason}")
-    owner = checkpoint.read(tags["checkpoint"]).tracking.get("run_id")
+    owner = saved.tracking.get("run_id")
     if owner != run.run_id:
         raise UserError(
             f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, "

@@ -62,7 +62,7 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
 
 from core.errors import UserError, pluralize
 from core.schemas import Inputs
-from models import registry
+from models import own_code, registry
 from models.loaded_model import load_model
 from models.metrics.scores import check_finite
 from models.requests import CONTRACT, MAX_ROWS
@@ -136,6 +136,8 @@ class ServedModel(PythonModel):
         """Load the model from its bundle."""
         folder = context.artifacts["data"]
         saved = checkpoint.read(f"{folder}/checkpoint")
+        trust_code = bool((context.model_config or {}).get("trust_code"))
+        own_code.accept_code(saved.code, "the registered version", trust_code)
         model_class = registry.find(saved.name)
         settings_class = model_class.requests_class.settings_class
         # MLflow drops unknown keys of a server's config

@@ -14,7 +14,7 @@ before their import.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -23,6 +23,7 @@ from core.errors import UserError
 from core.files import absolute, join
 from core.options import STRICT, Folder
 from core.schemas import Inputs
+from models import own_code
 from models.registry import ModelSection
 from models.training.fit_config import FitConfig, check_replay
 
@@ -120,6 +121,9 @@ class TrainConfig:
     """MLflow experiment; by default KIND/DATASET."""
     log_model: bool = True
     """Store the best model in MLflow, with the tables that it needs to be served."""
+    trust_code: bool = False
+    """Whether to run code that a checkpoint contains; by default only code equal to a
+    file that is named here runs."""
     overwrite: bool = False
     """Delete the results of an earlier run of this name, and start again."""
 
@@ -129,6 +133,10 @@ class TrainConfig:
         for name in ("storage", "tables", "sids", "text"):
             if folder := getattr(self, name):
                 object.__setattr__(self, name, absolute(folder))
+
+    def __reduce__(self) -> Any:
+        """Pickle the user's own code too, which workers need."""
+        return own_code.pickle_with_code(self)
 
     @property
     def inputs(self) -> Inputs:

@@ -27,7 +27,7 @@ from core.files import hold_lock, join, open_uri, write_file
 from core.options import path_fields
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import find_table, open_table
-from models import registry
+from models import own_code, registry
 from models.loaded_model import load_catalogue
 from models.text.pretrained import resolve_encoder_path
 from models.training import checkpoint
@@ -434,6 +434,13 @@ def resolve_training(
     name = model_class.name
     tracking_uri = tracking.resolve_uri(config.tracking_uri, config.storage)
     model = locate_encoders(config.model)
+    used = [getattr(model, field) for field in path_fields(type(model), "checkpoint")]
+    for uri in filter(None, [*used, config.init]):
+        with suppress(UserError):  # a finished run needs no teacher
+            uri = checkpoint.locate(uri)
+        if checkpoint.exists(uri):
+            code = checkpoint.read(uri).code
+            own_code.accept_code(code, uri, config.trust_code)
     catalogue = load(name, config.inputs)
     record = None if config.overwrite else read_record(config.folder)
     resolved = resolve_model(model, catalogue, record)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from core.options import NamedConfig
 from core.schemas import CodeMeasures
+from models import own_code
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Tokenizer:
 
     def __init__(self, config: Any) -> None:
         self.config, self.arrays = config, {}
+
+    def __reduce__(self) -> Any:
+        """Pickle the class too, if it is in a file of the user's own."""
+        return own_code.pickle_with_code(self)
 
     @property
     def separates_items(self) -> bool:
