@@ -18,7 +18,7 @@ from typing import Any
 import polars as pl
 from polars import selectors as cs
 
-from core.errors import UserError, pluralize
+from core.errors import UserError
 from models import registry
 from models.metrics.metric import lower_is_better
 from pipelines import tracking
@@ -119,7 +119,7 @@ def compare(
         title = ", ".join(trainings["name"])
         if len(ids) > 3:
             parents = ", ".join(trainings["experiment"].unique(maintain_order=True))
-            title = f"{parents}: {pluralize(len(ids), 'run')}"
+            title = f"{parents}: {len(ids)} runs"
     else:
         trainings, notes = select_trainings(all_runs)
     if trainings.is_empty():
@@ -333,6 +333,6 @@ def find_best_run(comparison: Comparison) -> dict[str, Any]:
     )
     if runs.is_empty():
         raise UserError(f"no finished run of {comparison.title} has {metric}")
-    descending = not lower_is_better(metric)
-    best = runs.sort(metric, descending=descending, maintain_order=True)
-    return best.row(0, named=True)
+    is_lower = lower_is_better(metric)
+    runs = runs.sort(metric, descending=not is_lower, maintain_order=True)
+    return runs.row(0, named=True)

@@ -6,13 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-import polars as pl
 import pytest
 
-from benchmarks import prepare
 from benchmarks.__main__ import main
-from pipelines.prepare.kinds.simulation import Settings, draw_interactions, write_log
-from tests.fixtures.commands import read_table
 from tests.fixtures.training_tables import write_tables
 
 
@@ -37,19 +33,3 @@ def test_a_line_has_the_time_and_memory_of_training_steps(
     )
     assert line["items_per_s"] == pytest.approx(4 / line["median_s"], rel=0.01)
     assert line["peak_memory_mb"] > 0
-
-
-@pytest.mark.long
-def test_polars_writes_the_rows_of_jobs_prepare(tmp_path: Path) -> None:
-    log = f"{tmp_path}/log"
-    write_log(log, "retrieval", Settings(150, 40, 3000, 1), draw_interactions)
-    job = f"jobs.prepare --source {prepare.SOURCE} --input {log} --output {tmp_path}/tables"
-    assert prepare.run_module(job.split())["cpu_s"] > 0
-    prepare.run_polars(log, f"{tmp_path}/polars")
-    table = read_table(f"{tmp_path}/tables/sequences").sort_by("user_id")
-    rows = table.to_pylist()
-    for row in rows:
-        for request in row["requests"]:
-            del request["split"]
-    frame = pl.read_parquet(f"{tmp_path}/polars/sequences.parquet").sort("user_id")
-    assert frame.select(table.column_names).to_dicts() == rows
