@@ -253,7 +253,7 @@ def suggest_comparison(folder: str, tracking_uri: str | None = None) -> None:
     Nothing is printed if only the checkpoint names the MLflow store.
     """
     from models.training import checkpoint
-    from pipelines.evaluation.record import choose_store
+    from pipelines.evaluation.result import choose_store
 
     metadata = checkpoint.read(folder)
     run = metadata.tracking

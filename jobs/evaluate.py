@@ -22,7 +22,7 @@ from pipelines.evaluation.config import EvaluateConfig
 from pipelines.steps import measure_checkpoint
 
 if TYPE_CHECKING:
-    from pipelines.evaluation.record import Result
+    from pipelines.evaluation.result import Result
 
 Config = EvaluateConfig
 

@@ -52,7 +52,7 @@ COUNTS = {
     "val/epoch": "best epoch",
     "train/steps": "steps",
     "train/total_seconds": "train s",
-    "test/users_per_s": "requests/s",
+    "test/requests_per_s": "requests/s",
 }
 """Headings of the table of sizes and speeds by metric."""
 

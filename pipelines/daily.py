@@ -54,7 +54,7 @@ from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from models.training.checkpoint import Checkpoint
-    from pipelines.evaluation.record import Result
+    from pipelines.evaluation.result import Result
 
 DAYS = "days.json"
 """File in the output folder with a record of each day."""

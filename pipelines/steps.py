@@ -36,7 +36,7 @@ from pipelines.training.config import TrainConfig
 if TYPE_CHECKING:
     from pipelines.comparison.compare import Comparison
     from pipelines.comparison.tables import Table as ComparisonTable
-    from pipelines.evaluation.record import Result
+    from pipelines.evaluation.result import Result
     from pipelines.prepare.options import PrepareOptions, SimulateOptions
     from pipelines.training.run import TrainingResult
 
@@ -346,7 +346,7 @@ def measure_checkpoint(config: EvaluateConfig) -> Result:
     from models.training import checkpoint
     from pipelines import tracking
     from pipelines.evaluation.ranking import evaluate
-    from pipelines.evaluation.record import record_result
+    from pipelines.evaluation.result import record_result
 
     if config.tracking_uri:
         tracking.check_store(config.tracking_uri)
@@ -371,7 +371,9 @@ def measure_checkpoint(config: EvaluateConfig) -> Result:
         print(f"warning: no better than without a model ({chance_level})")
     if model_class.ranks == "catalogue":
         skipped = f"{pluralize(result.skipped, 'request')} without history left out"
-        print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {skipped}")
+        print(
+            f"  {result.requests_per_s:,.0f} requests/s on {result.device}; {skipped}"
+        )
     # Record the metrics after they are printed, in case MLflow does not answer.
     path = record_result(result, metadata, config.tracking_uri)
     print(f"  written to  {path}")

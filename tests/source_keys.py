@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from pipelines.prepare.reading.log import AsOf, History, Items, Label, Log, Users
+from pipelines.prepare.reading.log import AsOf, HistoryColumn, Items, Label, Log, Users
 from pipelines.prepare.reading.times import Time
 from pipelines.prepare.settings.actions import ActionsConfig, Counts, Input, Task
 from pipelines.prepare.settings.config import PrepareConfig
@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
     "": (Log, ()),
     "time.": (Time, ()),
     "labels.NAME.": (Label, ()),
-    "history.": (History, ()),
+    "history.": (HistoryColumn, ()),
     "items.": (
         Items,
         (

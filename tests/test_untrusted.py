@@ -32,7 +32,7 @@ from models.dataset.columns import cache_folder, open_columns
 from models.retrieval.sasrec import SASRec
 from models.training.checkpoint import Checkpoint
 from pipelines.comparison.tables import to_markdown
-from pipelines.evaluation.record import choose_store
+from pipelines.evaluation.result import choose_store
 from pipelines.prepare.reading.read import parse_sql
 from pipelines.serving import package
 from pipelines.start import join_cluster

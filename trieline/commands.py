@@ -10,7 +10,7 @@ from core.tables import Table
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.nearest import write_nearest
-from pipelines.evaluation.record import Result
+from pipelines.evaluation.result import Result
 from pipelines.start import start_ray
 from pipelines.steps import measure_checkpoint
 from tuning.grid import load_sweep

@@ -55,7 +55,7 @@ from pipelines import cluster, tracking
 from pipelines.evaluation.checks import check_evaluation
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
-from pipelines.evaluation.record import (
+from pipelines.evaluation.result import (
     artifact_name,
     load_test_metrics,
     record_result,
@@ -263,7 +263,7 @@ def check_trials(sweep: Sweep) -> str:
         else:
             evaluated = check_evaluation(trial.config)
             name = evaluated.checkpoint.name
-            known = [*evaluated.checkpoint.metrics, "users_per_s", "peak_memory_mb"]
+            known = [*evaluated.checkpoint.metrics, "requests_per_s", "peak_memory_mb"]
             check_known(
                 [sweep.metric.removeprefix("test/")],
                 known,

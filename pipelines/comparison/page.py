@@ -120,7 +120,7 @@ def describe_best(comparison: Comparison, differences: pl.DataFrame) -> str:
             ).values()
             text += f" Against {line['model_label of base']}, the best model without "
             text += f"training: {difference} (95% {interval}), {verdict}."
-    seconds, speed = row["train/total_seconds"], row["test/users_per_s"]
+    seconds, speed = row["train/total_seconds"], row["test/requests_per_s"]
     text += "" if seconds is None else f" Trained in {seconds:,.0f} s."
     return text if speed is None else f"{text} {speed:,.0f} requests/s on test."
 
@@ -255,7 +255,7 @@ def draw_settings(comparison: Comparison, colours: Mapping[str, str]) -> str:
     rows = comparison.shown.filter(options="")
     axes = json.loads((comparison.sweep or {}).get("sweep.axes") or "[]")
     metrics = [f"val/{comparison.metric}", f"test/{comparison.metric}"]
-    metrics += ["test/users_per_s", "test/peak_memory_mb"]
+    metrics += ["test/requests_per_s", "test/peak_memory_mb"]
     metrics = [name for name in metrics if name in measured_metrics(rows)]
     plots = ""
     for axis in axes if metrics else []:
@@ -299,7 +299,7 @@ def draw_settings(comparison: Comparison, colours: Mapping[str, str]) -> str:
 
 def draw_speeds(comparison: Comparison, colours: Mapping[str, str]) -> str:
     """Draw accuracy against requests per second on test, a panel per ranking."""
-    accuracy, speed = f"test/{comparison.metric}", "test/users_per_s"
+    accuracy, speed = f"test/{comparison.metric}", "test/requests_per_s"
     points = comparison.shown.filter(fresh_log="").drop_nulls([accuracy, speed])
     if len(points) < 2:
         return ""

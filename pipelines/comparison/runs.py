@@ -70,7 +70,7 @@ NUMBERS = (
     "train/total_seconds",
     "test/examples",
     "test/first/examples",
-    "test/users_per_s",
+    "test/requests_per_s",
 )
 """Metrics that the frame of runs always has as columns."""
 

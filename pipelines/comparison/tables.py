@@ -82,7 +82,7 @@ COSTS = {
     "train/steps": "steps",
     "fit.batch_size": "batch",
     "train/total_seconds": "train s",
-    "test/users_per_s": "requests/s",
+    "test/requests_per_s": "requests/s",
 }
 """Headings of the table of costs."""
 

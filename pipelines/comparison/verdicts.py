@@ -40,7 +40,7 @@ from pipelines.comparison.compare import (
 )
 from pipelines.comparison.runs import read_runs
 from pipelines.evaluation.baselines import Baseline
-from pipelines.evaluation.record import Result, artifact_name
+from pipelines.evaluation.result import Result, artifact_name
 
 DRAWS, CHUNK = 2000, 100
 """Number of draws of the bootstrap, and of draws that are computed at once."""

@@ -20,7 +20,7 @@ from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.recommend import required_history
 from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun, resolve_config
-from pipelines.evaluation.record import pop_per_user
+from pipelines.evaluation.result import pop_per_user
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
 """Examples per batch while a baseline counts, by the model's unit of examples."""

@@ -34,7 +34,7 @@ from pipelines.evaluation.checks import (
     takes_gpu,
 )
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.evaluation.record import Result, pop_per_user
+from pipelines.evaluation.result import Result, pop_per_user
 from pipelines.start import start_ray
 
 SHOWN, TRAINED = "shown", "trained"
@@ -96,7 +96,7 @@ def evaluate(
         users=int(counts["users"]),
         skipped=int(counts["skipped"]),
         metrics=metrics,
-        users_per_s=counts["users_per_s"],
+        requests_per_s=counts["requests_per_s"],
         seconds=time.monotonic() - began,
         seed=saved.fit.get("seed"),
         options={**config.recommend_options(), "batch_size": config.batch_size},
@@ -159,7 +159,7 @@ def measure_shard(
         "requests": measured.num_examples,
         "skipped": examples.num_skipped,
         "users": examples.count_users(),
-        "users_per_s": speed,
+        "requests_per_s": speed,
     }
     name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":

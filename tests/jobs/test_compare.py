@@ -36,7 +36,7 @@ def store(
             value = alpha / 10 + heads / 1e4
             model = {"name": "sid_mlp", "alpha": alpha, "attention_heads": heads}
             metrics = {"best/ndcg@10": value + 0.04, "test/ndcg@10": value}
-            metrics["test/users_per_s"] = 900.0 + 100 * heads
+            metrics["test/requests_per_s"] = 900.0 + 100 * heads
             tags = {tracking.POINT_TAG: json.dumps(model)}
             trial = log_training(
                 uri,

@@ -18,7 +18,7 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking
-from pipelines.evaluation.record import load_test_metrics
+from pipelines.evaluation.result import load_test_metrics
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.training_tables import change_sequences, write_tables
 from tests.fixtures.trainings import build_training

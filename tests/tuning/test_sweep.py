@@ -26,7 +26,7 @@ from models.training import checkpoint
 from pipelines import tracking
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
-from pipelines.evaluation.record import load_test_metrics
+from pipelines.evaluation.result import load_test_metrics
 from pipelines.training.record import find_checkpoint
 from tuning.grid import load_sweep
 from tuning.options import SweepConfig
@@ -200,7 +200,7 @@ def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
     result, _ = evaluate(EvaluateConfig(checkpoint=path, tables=halved.tables))
     expected = [result.metrics["ndcg@10"]] * 2
     assert results["value"].to_list() == pytest.approx(expected)
-    logged = {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"}
+    logged = {"test/ndcg_at_10", "test/requests_per_s", "test/peak_memory_mb"}
     for trial in halved.find_trial_runs(run).values():
         assert logged <= set(trial.data.metrics)
 

@@ -139,7 +139,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class History:
+class HistoryColumn:
     """Earlier behaviours of the row's user, as a list of items without times.
 
     An example is MIND's column of clicked news. The k-th item of a list becomes an
@@ -346,7 +346,7 @@ class Log(Files):
     """Lists of equal length that become one row per element: {name: list column or SQL
     expression}. The other keys read the elements by these names. Rows with an empty
     list are rejected."""
-    history: History | None = None
+    history: HistoryColumn | None = None
     """Earlier behaviours without times: {column, at, labels}."""
     items: Items | None = None
     """Item files: {files, item, texts, attributes, numbers}."""

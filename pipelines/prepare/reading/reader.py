@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from core.errors import UserError
 from core.files import join
-from pipelines.prepare.reading.log import AsOf, History, Log, Section
+from pipelines.prepare.reading.log import AsOf, HistoryColumn, Log, Section
 from pipelines.prepare.reading.read import ROW, FilePart, read_frames, root_columns
 from pipelines.prepare.reading.rows import (
     Block,
@@ -237,7 +237,9 @@ class EventParser:
         extra = {REQUEST: request, UNEQUAL: is_unequal.to_series()}
         return rows.with_columns(**usable, **extra)
 
-    def _parse_history(self, rows: pl.DataFrame, history: History) -> Iterator[Rows]:
+    def _parse_history(
+        self, rows: pl.DataFrame, history: HistoryColumn
+    ) -> Iterator[Rows]:
         """Yield the earlier behaviours in the rows, one row each."""
         log, time = self.log, self.log.event_time
         columns = {"user": log.user, "time": str(time.column)}

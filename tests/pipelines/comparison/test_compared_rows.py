@@ -39,7 +39,7 @@ def test_names_of_seeds_are_shortened_to_their_common_prefix() -> None:
 def test_lower_is_better_for_losses_times_and_memory() -> None:
     lower = ["eval_loss", "mean/normalised_entropy", "test/mse", "peak_memory_mb"]
     assert all(map(lower_is_better, lower))
-    higher = ["neg_mse", "ndcg@10", "mean/rig", "users_per_s"]
+    higher = ["neg_mse", "ndcg@10", "mean/rig", "requests_per_s"]
     assert not any(map(lower_is_better, higher))
 
 

@@ -32,7 +32,7 @@ from pipelines.comparison.verdicts import measure_differences
 from pipelines.evaluation import inference
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
-from pipelines.evaluation.record import load_test_metrics, record_result
+from pipelines.evaluation.result import load_test_metrics, record_result
 from tests.fixtures.commands import load_split, read_column, read_rows, read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
@@ -207,7 +207,7 @@ def test_results_are_logged_to_the_training_run_and_compared(
     written = json.loads(file.read_text())
     assert metrics["test/ndcg_at_10"] == written["metrics"]["ndcg@10"]
     assert metrics["test/examples"] == written["examples"] == 60
-    assert metrics["test/users_per_s"] > 0
+    assert metrics["test/requests_per_s"] > 0
 
     comparison = compare(evaluation.uri, ["retrieval/small"])
     tables = build_tables(comparison, measure_differences(comparison))

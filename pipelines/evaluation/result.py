@@ -46,7 +46,7 @@ class Result:
     """Number of requests without a history, which are not ranked."""
     metrics: dict[str, float]
     """Metrics by name, such as `recall@10`."""
-    users_per_s: float
+    requests_per_s: float
     """Requests per second of `recommend`, summed over all shards."""
     seconds: float
     """Wall time of the evaluation."""
@@ -72,7 +72,7 @@ class Result:
             **self.metrics,
             "examples": float(self.examples),
             "users": float(self.users),
-            "users_per_s": self.users_per_s,
+            "requests_per_s": self.requests_per_s,
         }
         return {f"{self.split}/{name}": value for name, value in metrics.items()}
 
