@@ -3,11 +3,12 @@ r"""Train one model on the tables of jobs.prepare, or continue a stopped run.
     python -m jobs.train --config jobs/configs/retrieval/sasrec.yaml --tables TABLES \
         --storage runs --name sasrec
 
-`model.name` in the config file selects the model. Options of the command line override
-the file, such as --model.num_layers 2 or --fit.lr 0.001. --model.name NAME --help shows
-the options of a model. The same command continues a stopped run of the same --name.
-Under `ray job submit`, the cluster trains. Otherwise one worker trains in this process,
-and several workers (--ray.num_workers) train on a local Ray.
+`model.name` in the config file selects the model, also FILE.py:CLASS of your own.
+Options of the command line override the file, such as --model.num_layers 2 or --fit.lr
+0.001. --model.name NAME --help shows the options of a model. The same command continues
+a stopped run of the same --name. Under `ray job submit`, the cluster trains. Otherwise
+one worker trains in this process, and several workers (--ray.num_workers) train on a
+local Ray.
 """
 
 from __future__ import annotations
