@@ -155,7 +155,7 @@ class Sweep(NamedTuple):
     @property
     def metric(self) -> str:
         """Metric that ranks the trials, without the prefix `val/`."""
-        return name_metric(self.grid.metric.removeprefix("val/"))
+        return self.grid.metric.removeprefix("val/")
 
     @property
     def num_workers(self) -> int:
@@ -176,6 +176,8 @@ def load_sweep(config: SweepConfig) -> Sweep:
         content = merge({**content, "scheduler": {}}, grid.smoke)
     samples = config.samples or content["samples"]
     grid = build(Grid, merge(content, {"axes": config.axes, "samples": samples}))
+    split, _, metric = grid.metric.partition("/")
+    grid.metric = f"{split}/{name_metric(metric)}"
     for key in [*grid.keys, "fit.metric"]:
         section, _, option = key.partition(".")
         if option and option in getattr(config, section, ()):
