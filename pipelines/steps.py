@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
-from core.files import join, storage_errors, write_file
+from core.files import storage_errors, write_file
 from core.options import STRICT, Folder, as_base, changed, check_known, to_words
-from core.schemas import ItemsInfo, RunRef, SidsInfo, TrieInfo
-from core.tables import Table, open_table
+from core.schemas import RunRef, SidsInfo, TrieInfo
+from core.tables import Table
 from models import registry
 from pipelines.comparison.config import CompareConfig
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
@@ -176,41 +176,11 @@ def start_clock() -> Callable[[str], None]:
 def make_sids(config: TokenizeConfig) -> Table[SidsInfo]:
     """Make the semantic IDs of items."""
     from pipelines.encode.extend import describe_drift, extend
-    from pipelines.encode.precomputed import read_precomputed
-    from pipelines.encode.texts import EmbeddingSource
-    from pipelines.encode.tokenize import TokenizerPaths, tokenize
+    from pipelines.encode.tokenize import tokenize
 
     start_s, say = time.monotonic(), start_clock()
-    shared = "" if config.has_custom_embeddings else config.embeddings
-    paths = TokenizerPaths(
-        open_table(join(config.tables, "items"), ItemsInfo),
-        config.output,
-        shared,
-        join(config.tables, "sequences"),
-    )
-    tokenizer = registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
-    precomputed = None
-    if config.has_custom_embeddings:
-        precomputed = read_precomputed(config.embeddings, config.id)
-    source = EmbeddingSource(config.encoder, config.pca, config.embed, precomputed)
-    if config.extend:
-        sids, trie, is_new = extend(
-            paths,
-            config.extend,
-            tokenizer,
-            source,
-            config.overwrite,
-            say,
-        )
-    else:
-        sids, trie, is_new = tokenize(
-            paths,
-            tokenizer,
-            source,
-            config.published,
-            config.overwrite,
-            say,
-        )
+    make = extend if config.extend else tokenize
+    sids, trie, is_new = make(config, say)
     print("\n".join(describe_quality(sids, trie)))
     if sids.info.drift:
         print(describe_drift(sids.info.drift))

@@ -13,7 +13,8 @@ with PyTorch, as they do on a GPU.
 `torch.utils.cpp_extension` is not used because it needs ninja, waits forever for a
 build that was killed, and loads libraries built for other processors.
 
-Sizes and addresses are checked here, the contents of a trie in `trie.py`.
+Sizes are asserted here, the contents of a trie are checked in `trie.py`; spans and rows
+come from the callers.
 
 Shapes: `n` tokens of `B` users, `H` heads of width `K`, `W` beams of a user, `N` =
 B * W, `V` vocabulary, `L` levels, `C` codes of a level, `M` hidden width of a student's
@@ -33,7 +34,6 @@ from collections.abc import Sequence
 from ctypes import c_bool, c_float, c_int64, c_void_p
 from functools import cache
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -128,26 +128,10 @@ def _build_library() -> Path:
         return linked.replace(path)
 
 
-def _check_tensor(
-    name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return `x` as a contiguous tensor."""
-    if x.shape != shape or x.dtype != dtype or x.device.type != "cpu":
-        raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}")
+def _lay_out(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `x`, which must have this shape and type, as a contiguous tensor."""
+    assert (x.shape, x.dtype, x.device.type) == (shape, dtype, "cpu")
     return x.contiguous()
-
-
-def _check_spans(begin: Tensor, num_rows: int) -> tuple[Tensor, int]:
-    """Check offsets of users into rows."""
-    begin = _check_tensor("begin", begin, len(begin), dtype=torch.long)
-    edges = begin.tolist()
-    sizes = [end - start for start, end in pairwise(edges)]
-    if not edges or edges[0] != 0 or edges[-1] != num_rows or min(sizes, default=0) < 0:
-        raise ValueError(
-            f"begin {edges[:5]} ... {edges[-1:]} is not ascending from 0 to the "
-            f"{num_rows} rows"
-        )
-    return begin, max(sizes, default=0)
 
 
 def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Tensor:
@@ -163,10 +147,10 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
         (n, H * K)
     """
     inner = qkv.shape[1] // 3 // heads * heads
-    qkv = _check_tensor("qkv", qkv, len(qkv), 3 * inner)
-    begin, longest = _check_spans(begin, len(qkv))
-    span = max(longest, bias.shape[-1])
-    bias = _check_tensor("bias", bias, heads, span, span)
+    qkv = _lay_out(qkv, len(qkv), 3 * inner)
+    begin = _lay_out(begin, len(begin), dtype=torch.long)
+    span = bias.shape[-1]
+    bias = _lay_out(bias, heads, span, span)
     out = qkv.new_empty((len(qkv), inner))
     _call(
         "packed_attention",
@@ -176,7 +160,7 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
         heads,
         inner // heads,
         bias,
-        bias.shape[-1],
+        span,
         out,
     )
     return out
@@ -184,7 +168,7 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
 
 def scaled_rows(x: Tensor, epsilon: float) -> Tensor:
     """Divide the rows of `x` (n, D) by sqrt(mean square + epsilon)."""
-    x = _check_tensor("x", x, len(x), x.shape[-1])
+    x = _lay_out(x, len(x), x.shape[-1])
     out = torch.empty_like(x)
     _call("scaled_rows", x, *x.shape, epsilon, out)
     return out
@@ -207,19 +191,10 @@ def beam_attention(
     """
     num_beams = len(q)
     inner = q.shape[-1] // heads * heads
-    q = _check_tensor("q", q, num_beams, inner)
-    bias = _check_tensor("bias", bias, heads, len(codes))
-    codes = [_check_tensor("codes", x, len(x), 2 * inner) for x in codes]
-    code_rows = [
-        _check_tensor("code_rows", x, num_beams, dtype=torch.long) for x in code_rows
-    ]
-    for level_codes, rows in zip(codes, code_rows, strict=True):
-        first, last = (int(row) for row in rows.aminmax()) if num_beams else (0, -1)
-        if first < 0 or last >= len(level_codes):
-            raise ValueError(
-                f"code_rows from {first} to {last} are not rows of {len(level_codes)} "
-                f"codes"
-            )
+    q = _lay_out(q, num_beams, inner)
+    bias = _lay_out(bias, heads, len(codes))
+    codes = [_lay_out(x, len(x), 2 * inner) for x in codes]
+    code_rows = [_lay_out(x, num_beams, dtype=torch.long) for x in code_rows]
     out = torch.empty_like(q)
     _call(
         "beam_attention",
@@ -238,11 +213,7 @@ def beam_attention(
 
 def log_softmax_part(logits: Tensor, first: int, size: int) -> Tensor:
     """Return columns `first : first + size` of the log-softmax of logits (N, V)."""
-    logits = _check_tensor("logits", logits, len(logits), logits.shape[-1])
-    if not 0 <= first <= first + size <= logits.shape[1]:
-        raise ValueError(
-            f"columns {first} to {first + size} are not among {logits.shape[1]}"
-        )
+    logits = _lay_out(logits, len(logits), logits.shape[-1])
     out = logits.new_empty((len(logits), size))
     _call("log_softmax_part", logits, len(logits), logits.shape[1], first, size, out)
     return out
@@ -281,16 +252,9 @@ def beam_search(
 
     Returns:
         Leaves and scores, (B, keep) both, best first, padded with 0 and -inf.
-
-    Raises:
-        ValueError: If sizes do not fit together.
     """
-    if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
-        raise ValueError(
-            f"sizes are {list(sizes)}, beam is {beam} and keep is {keep}, below 1"
-        )
     width = hidden.shape[-1] // len(sizes)
-    hidden = _check_tensor("hidden", hidden, len(hidden), len(sizes) * width)
+    hidden = _lay_out(hidden, len(hidden), len(sizes) * width)
     # the fields of `Level` in kernels.cpp, level after level
     fields: list[Tensor | None] = []
     num_nodes = 1
@@ -298,20 +262,18 @@ def beam_search(
         table, scale, shift, weight, bias = head
         offsets, tokens = edges
         if level:
-            table = _check_tensor("table", table, sum(sizes[:level]), width)
+            table = _lay_out(table, sum(sizes[:level]), width)
         level_allowed = None
         if allowed:
-            level_allowed = _check_tensor(
-                "allowed", allowed[level], len(tokens), dtype=torch.bool
-            )
+            level_allowed = _lay_out(allowed[level], len(tokens), dtype=torch.bool)
         fields += [
             table,
-            _check_tensor("scale", scale, width),
-            _check_tensor("shift", shift, width),
-            _check_tensor("weight", weight, size, width),
-            _check_tensor("bias", bias, size),
-            _check_tensor("offsets", offsets, num_nodes + 1, dtype=torch.long),
-            _check_tensor("tokens", tokens, len(tokens), dtype=torch.long),
+            _lay_out(scale, width),
+            _lay_out(shift, width),
+            _lay_out(weight, size, width),
+            _lay_out(bias, size),
+            _lay_out(offsets, num_nodes + 1, dtype=torch.long),
+            _lay_out(tokens, len(tokens), dtype=torch.long),
             level_allowed,
         ]
         num_nodes = len(tokens)

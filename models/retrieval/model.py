@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from core.errors import UserError
 from models.model import Model, Ranked
@@ -21,7 +22,10 @@ from models.retrieval.data import (
 )
 from models.retrieval.options import RecommendOptions
 from models.retrieval.requests import RETRIEVAL, RetrievalRequests
-from models.retrieval.search.nearest import nearest_by_cosine
+from models.retrieval.search.topk import top_k
+
+ITEMS_PER_BLOCK = 1024
+"""Items whose similarities to all items are in memory at once."""
 
 
 class RetrievalModel(Model):
@@ -63,7 +67,7 @@ class RetrievalModel(Model):
 
     @torch.no_grad()
     def nearest_items(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return each item's nearest items and their scores, (N, k) both, best first.
+        """Return each item's nearest items and their cosines, (N, k) both, best first.
 
         If an item has fewer than k neighbours, the tail of its row is item -1 with
         score -inf.
@@ -71,7 +75,15 @@ class RetrievalModel(Model):
         vectors = self.item_vectors()
         if vectors is None:
             raise UserError(f"'{self.name}' has no item vectors")
-        return nearest_by_cosine(vectors, k)
+        vectors = functional.normalize(vectors, dim=1)
+        blocks = []
+        for first in range(0, len(vectors), ITEMS_PER_BLOCK):
+            cosine = vectors[first : first + ITEMS_PER_BLOCK] @ vectors.T
+            cosine.diagonal(first).fill_(-torch.inf)  # not the item itself
+            items, scores = top_k(cosine, k)
+            blocks.append((items.masked_fill(scores == -torch.inf, -1), scores))
+        all_items, all_scores = zip(*blocks, strict=True)
+        return torch.cat(all_items), torch.cat(all_scores)
 
     def item_vectors(self) -> Tensor | None:
         """Return the vectors (N, D) of all items, or None if the model has none."""

@@ -182,14 +182,22 @@ class Decoder(nn.Module):
 
     tokens: SidTokens
     """Vocabulary of the codes to predict."""
-    first_level = 0
+    first_level: int
     """First level that the decoder predicts; another decoder has the levels before."""
-    hidden_width: int
-    """Width N of `hidden`."""
     beam_bytes = 0
     """Bytes of a beam's state in search; 0 if too small to split batches for it."""
     input_layer: int | None = None
     """Layer of a language model whose states `input_states` returns, if it matters."""
+
+    def __init__(self, backbone: Backbone, first_level: int = 0) -> None:
+        super().__init__()
+        self.tokens, self.first_level = backbone.tokens, first_level
+        self._embedding = (backbone.embedding,)  # in a tuple: no submodule
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Token embeddings of the backbone."""
+        return self._embedding[0]
 
     def span(self, level: int) -> tuple[int, int]:
         """Return the first token and the number O_l of tokens of a level's logits.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from core.errors import UserError, pluralize
-from core.files import absolute
+from core.files import absolute, join
 from core.schemas import (
     Drift,
     EmbeddingsInfo,
@@ -41,19 +41,20 @@ from models.retrieval.tokenizers.codes import (
     measure_collisions,
     measure_levels,
 )
-from models.retrieval.tokenizers.tokenizer import Tokenizer
+from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.texts import (
-    EmbeddingSource,
     Projection,
     Say,
     embed_origin,
     embed_ranges,
+    embeddings_uri,
+    find_precomputed,
     item_texts,
     read_embeddings,
     write_vectors,
 )
 from pipelines.encode.tokenize import (
-    TokenizerPaths,
+    build_tokenizer,
     read_codes,
     read_quantizer,
     settings_of_codes,
@@ -72,7 +73,7 @@ def extend_embeddings(
     uri: str,
     old_uri: str,
     num_old: int,
-    source: EmbeddingSource,
+    config: TokenizeConfig,
     say: Say,
 ) -> Table[EmbeddingsInfo]:
     """Write the embeddings of old and new items, unless they are up to date.
@@ -82,10 +83,11 @@ def extend_embeddings(
         uri: The `embeddings` table to write.
         old_uri: The `embeddings` table of the old items.
         num_old: Number of items that have codes; they come first.
-        source: Origin of the new embeddings, the same as of the old embeddings.
+        config: Options, the same as of the old embeddings.
         say: Prints a message.
     """
-    settings, inputs = embed_origin(items, source)
+    precomputed = find_precomputed(config)
+    settings, inputs = embed_origin(items, config, precomputed)
     earlier = open_table(old_uri, EmbeddingsInfo)
     current = earlier if uri == old_uri else find_table(uri, EmbeddingsInfo)
     if current and current.fingerprint == fingerprint(settings, inputs):
@@ -102,42 +104,34 @@ def extend_embeddings(
     num_fit = old_info.fitted_items or earlier.rows
     say(f"{pluralize(items.rows - num_old, 'new item')} in addition to {num_old:,}")
     info = replace(old_info, fitted_items=num_fit)
-    precomputed = source.precomputed
-    is_compared = bool(precomputed) or source.encoder == "tfidf"
+    is_compared = bool(precomputed) or config.encoder == "tfidf"
     encoded = np.zeros((0, old_info.encoder_width), np.float32)
     if precomputed:
         encoded = precomputed.align(item_ids, say)
     else:
-        texts = item_texts(rows, source.config)
+        texts = item_texts(rows, config.embed)
         info.distinct_texts = len(set(texts))
         if len(texts) > num_old:
             new_texts = texts if is_compared else texts[num_old:]
-            ranges = embed_ranges(
-                new_texts, source.encoder, source.config, say, num_fit
-            )
+            ranges = embed_ranges(new_texts, config.encoder, config.embed, say, num_fit)
             encoded = np.concatenate(list(ranges))
-    has_old_width = encoded.shape[1] == old_info.encoder_width
-    vectors = projection.project(encoded) if projection and has_old_width else encoded
+    if encoded.shape[1] != old_info.encoder_width:
+        raise UserError(
+            f"new embeddings have the width {encoded.shape[1]}, those of {old_uri} "
+            f"have {old_info.encoder_width}"
+        )
+    vectors = projection.project(encoded) if projection else encoded
     if is_compared and len(encoded):
-        has_changed = np.ones(num_old, bool)
-        if has_old_width:
-            tolerance = MAX_ROUNDING * np.sqrt(np.square(old, dtype=np.float64).mean())
-            has_changed = np.abs(vectors[:num_old] - old).max(1) > tolerance
-        if precomputed and has_old_width:
+        tolerance = MAX_ROUNDING * np.sqrt(np.square(old, dtype=np.float64).mean())
+        has_changed = np.abs(vectors[:num_old] - old).max(1) > tolerance
+        if precomputed:
+            # an item without a row had zeros, and keeps its codes if it gets a row
             zeros = np.zeros((1, old_info.encoder_width), np.float32)
             missing = projection.project(zeros) if projection else zeros
-            was_missing = np.abs(old - missing).max(1) <= tolerance
-            num_filled = int((has_changed & was_missing).sum())
-            if num_filled:
-                count = pluralize(num_filled, "old item")
-                say(f"note: {count} had no row before; codes do not change")
-            has_changed &= ~was_missing
+            has_changed &= np.abs(old - missing).max(1) > tolerance
         if has_changed.any():
-            subject = "texts, on which TF-IDF is fitted,"
-            if precomputed:
-                subject = f"embeddings of {precomputed.uri}"
             raise UserError(
-                f"the {subject} of items of {old_uri}, such as "
+                f"the embeddings of items of {old_uri}, such as "
                 f"{item_ids[int(np.argmax(has_changed))]!r}, have changed, so new "
                 f"embeddings would not be comparable with the old ones"
             )
@@ -203,58 +197,59 @@ def describe_drift(measured: Drift) -> str:
 
 
 def extend(
-    paths: TokenizerPaths,
-    old_output: str,
-    tokenizer: Tokenizer,
-    source: EmbeddingSource,
-    overwrite: bool = False,
-    say: Say = print,
+    config: TokenizeConfig, say: Say = print
 ) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
-    """Write SIDs and a trie that add the new items of `paths.items` to existing SIDs.
+    """Write SIDs and a trie that add the new items to the existing SIDs `extend`.
 
-    Args:
-        paths: Folders to read and write; the output may be `old_output`.
-        old_output: Folder of the existing SIDs.
-        tokenizer: Tokenizer with the same options as for the existing SIDs.
-        source: Origin of the embeddings, the same as for the existing SIDs.
-        overwrite: Whether to replace other SIDs in the output.
-        say: Prints a message.
+    The output may be the folder of the existing SIDs. Tokenizer and origin of the
+    embeddings are those of the existing SIDs.
 
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
     """
-    paths = replace(paths, output=absolute(paths.output))
-    old_paths = replace(paths, output=absolute(old_output))
-    is_in_place = paths.output == old_paths.output
-    with writing(paths.output):
-        old = open_table(old_paths.sids, SidsInfo)
+    tokenizer = build_tokenizer(config)
+    items = open_table(join(config.tables, "items"), ItemsInfo)
+    output, old_output = absolute(config.output), absolute(config.extend)
+    config = replace(config, output=output)
+    is_in_place = output == old_output
+    sids_uri, trie_uri = join(output, "sids"), join(output, "trie")
+    with writing(output):
+        old = open_table(join(old_output, "sids"), SidsInfo)
         if tokenizer.reads_file:
             raise UserError(f"{tokenizer.name} has no trained codebooks to extend")
         if old.config != settings_of_codes(tokenizer):
             raise UserError(f"{old.uri} was made with other options of the tokenizer")
-        if old.info.items_hash not in paths.items.ancestry:
-            raise UserError(f"{paths.items.uri} does not extend the items of {old.uri}")
-        sids = old if is_in_place else find_table(paths.sids, SidsInfo)
+        if old.info.items_hash not in items.ancestry:
+            raise UserError(f"{items.uri} does not extend the items of {old.uri}")
+        sids = old if is_in_place else find_table(sids_uri, SidsInfo)
         is_current = (
             sids is not None
-            and sids.info.items_hash == paths.items.hash
+            and sids.info.items_hash == items.hash
             and old.hash in sids.ancestry
         )
-        if sids and not (is_current or is_in_place or overwrite):
-            raise UserError(f"{paths.output} holds other SIDs", "settings")
-        old_trie = open_table(old_paths.trie, TrieInfo)
-        trie = old_trie if is_in_place else find_table(paths.trie, TrieInfo)
+        if sids and not (is_current or is_in_place or config.overwrite):
+            raise UserError(f"{output} holds other SIDs", "settings")
+        old_trie = open_table(join(old_output, "trie"), TrieInfo)
+        trie = old_trie if is_in_place else find_table(trie_uri, TrieInfo)
         if sids and is_current:
             if trie and trie.inputs == {"sids": sids.hash}:
                 return sids, trie, False
-            return sids, write_trie(paths.trie, sids, old_trie.ancestry), True
+            return sids, write_trie(trie_uri, sids, old_trie.ancestry), True
         embeddings = extend_embeddings(
-            paths.items, paths.embeddings, old_paths.embeddings, old.rows, source, say
+            items,
+            embeddings_uri(config),
+            embeddings_uri(replace(config, output=old_output)),
+            old.rows,
+            config,
+            say,
         )
-        arrays = read_quantizer(old_paths.quantizer)
+        arrays = read_quantizer(join(old_output, "quantizer"))
         if not is_in_place:
             write_quantizer(
-                paths.quantizer, arrays, config=old.config, inputs=old.inputs
+                join(output, "quantizer"),
+                arrays,
+                config=old.config,
+                inputs=old.inputs,
             )
         codebooks = arrays["codebooks"]
         sizes = old.info.codebook_sizes
@@ -283,7 +278,7 @@ def extend(
         drift = measure_drift(vectors, quantized, nearest, codebooks, num_fit)
         items_hash = embeddings.inputs["items"]
         sids = write_sids(
-            paths.sids,
+            sids_uri,
             codes,
             config=old.config,
             inputs={"items": items_hash, "embeddings": embeddings.hash},
@@ -296,4 +291,4 @@ def extend(
             ),
             extends=old.ancestry,
         )
-        return sids, write_trie(paths.trie, sids, old_trie.ancestry), True
+        return sids, write_trie(trie_uri, sids, old_trie.ancestry), True

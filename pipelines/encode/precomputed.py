@@ -41,23 +41,17 @@ class PrecomputedEmbeddings:
         An item without a row gets zeros; `say` reports the number of these items.
         """
         rows = np.array([self.row_of_id.get(item_id, -1) for item_id in item_ids])
-        num_matched = int((rows >= 0).sum())
-        if not num_matched:
+        num_missing = int((rows < 0).sum())
+        if num_missing == len(item_ids):
             raise UserError(
                 f"{self.uri} has no row for any item, such as {item_ids[0]!r}; its "
                 f"first id is {next(iter(self.row_of_id))!r}"
             )
-        if num_matched < len(item_ids):
+        if num_missing or len(item_ids) < len(self.row_of_id):
             say(
-                f"note: {len(item_ids) - num_matched:,} of "
-                f"{pluralize(len(item_ids), 'item')} have no row in {self.uri} and get "
-                f"zeros"
-            )
-        num_ids = len(self.row_of_id)
-        if num_matched < num_ids:
-            say(
-                f"note: {num_ids - num_matched:,} of {pluralize(num_ids, 'id')} of "
-                f"{self.uri} are not in the items table"
+                f"note: {num_missing:,} of {pluralize(len(item_ids), 'item')} have no "
+                f"row in {self.uri}, which has {pluralize(len(self.row_of_id), 'id')}, "
+                "and get zeros"
             )
         return np.where(rows[:, None] >= 0, self.vectors[rows], np.float32(0))
 
@@ -115,16 +109,10 @@ def read_precomputed(uri: str, id: str) -> PrecomputedEmbeddings:
             f"{uri} has numbers that are not finite or over {LARGEST_NUMBER:g}, first "
             f"in row {row} (id {ids[row]!r})"
         )
-    row_of_id: dict[str, int] = {}
-    for row, raw_id in enumerate(ids):
-        item_id = clean_id(str(raw_id))
-        if not item_id:
-            raise UserError(f"{uri} has {raw_id!r} instead of an id in row {row}")
-        first_row = row_of_id.setdefault(item_id, row)
-        if first_row != row:
-            raise UserError(
-                f"{uri} has the item {item_id!r} twice, in rows {first_row} and {row}"
-            )
+    clean_ids = [clean_id(str(raw_id)) for raw_id in ids]
+    row_of_id = {item_id: row for row, item_id in enumerate(clean_ids) if item_id}
+    if len(row_of_id) < len(ids):
+        raise UserError(f"{uri} has an item twice, or a row without an id")
     return PrecomputedEmbeddings(uri, row_of_id, vectors, digest.hexdigest())
 
 

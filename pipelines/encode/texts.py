@@ -28,7 +28,7 @@ import time
 import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ from models.text.text_encoder import (
     text_columns,
 )
 from pipelines import cluster
-from pipelines.encode.config import EmbedConfig, TextConfig
-from pipelines.encode.precomputed import PrecomputedEmbeddings
+from pipelines.encode.config import EmbedConfig, TextConfig, TokenizeConfig
+from pipelines.encode.precomputed import PrecomputedEmbeddings, read_precomputed
 from pipelines.prepare.events.columns import sorted_unique
 from pipelines.prepare.executor import Executor, quiet_ray_data
 from pipelines.prepare.kinds.registry import KINDS
@@ -93,20 +93,6 @@ MAX_FIT_TEXTS = 1 << 20
 catalogue is sampled."""
 MAX_RESTARTS = 3
 """Restarts of a lost encoder actor, which then retries its block."""
-
-
-@dataclass(frozen=True)
-class EmbeddingSource:
-    """Where item embeddings come from: an encoder of texts, or the user's file."""
-
-    encoder: str = "minilm"
-    """Name of the encoder, or `tfidf`."""
-    pca_width: int = 0
-    """Width of the PCA, or 0 to store the encoder's output."""
-    config: EmbedConfig = field(default_factory=EmbedConfig)
-    """Options of the encoder and the PCA."""
-    precomputed: PrecomputedEmbeddings | None = None
-    """Embeddings from the user's file, which replace the embeddings of the encoder."""
 
 
 def item_texts(
@@ -413,17 +399,31 @@ def text_settings(encoder: str, config: EmbedConfig) -> dict[str, Any]:
     }
 
 
+def embeddings_uri(config: TokenizeConfig) -> str:
+    """Return the folder of the `embeddings` table, which tokenizers may share."""
+    shared = "" if config.has_custom_embeddings else config.embeddings
+    return shared or join(config.output, "embeddings")
+
+
+def find_precomputed(config: TokenizeConfig) -> PrecomputedEmbeddings | None:
+    """Read the user's own embeddings, if the config names a file of them."""
+    if not config.has_custom_embeddings:
+        return None
+    return read_precomputed(config.embeddings, config.id)
+
+
 def embed_origin(
-    items: Table[ItemsInfo], source: EmbeddingSource
+    items: Table[ItemsInfo],
+    config: TokenizeConfig,
+    precomputed: PrecomputedEmbeddings | None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings and the input hashes that embeddings depend on."""
     inputs = {"items": items.hash}
-    if source.precomputed:
-        settings = {"pca": source.pca_width}
-        return settings, {**inputs, "own": source.precomputed.sha256}
-    settings = text_settings(source.encoder, source.config)
-    settings["pca"] = source.pca_width
-    return settings, {**inputs, "encoder": encoder_version(source.encoder)}
+    if precomputed:
+        return {"pca": config.pca}, {**inputs, "own": precomputed.sha256}
+    settings = text_settings(config.encoder, config.embed)
+    settings["pca"] = config.pca
+    return settings, {**inputs, "encoder": encoder_version(config.encoder)}
 
 
 def find_finished(
@@ -439,8 +439,8 @@ def find_finished(
 def embed_items(
     items: Table[ItemsInfo],
     output_uri: str,
-    source: EmbeddingSource,
-    overwrite: bool = False,
+    config: TokenizeConfig,
+    precomputed: PrecomputedEmbeddings | None = None,
     say: Say = print,
 ) -> Table[EmbeddingsInfo]:
     """Write the `embeddings` table of the `items` table, unless it is up to date.
@@ -448,30 +448,29 @@ def embed_items(
     Args:
         items: Table of the items.
         output_uri: Folder of the `embeddings` table.
-        source: Encoder or precomputed embeddings, and options.
-        overwrite: Whether to replace an existing table.
+        config: Encoder, PCA and other options.
+        precomputed: The user's own embeddings, which replace the encoder.
         say: Prints a message.
     """
-    config = source.config
-    settings, inputs = embed_origin(items, source)
-    if not overwrite:
+    settings, inputs = embed_origin(items, config, precomputed)
+    if not config.overwrite:
         finished = find_finished(output_uri, EmbeddingsInfo, settings, inputs)
         if finished:
             say(f"{output_uri}: up to date")
             return finished
     rows = items.read()
     info = EmbeddingsInfo(width=0)
-    if source.precomputed:
-        blocks = iter([source.precomputed.align(rows["item_id"].to_pylist(), say)])
+    if precomputed:
+        blocks = iter([precomputed.align(rows["item_id"].to_pylist(), say)])
     else:
-        texts = item_texts(rows, config, say)
+        texts = item_texts(rows, config.embed, say)
         info.distinct_texts = len(set(texts))
-        if source.encoder != "tfidf":
-            check_encoder(source.encoder, *config.encoder_options())
-        blocks = embed_ranges(texts, source.encoder, config, say)
-    if source.pca_width:
+        if config.encoder != "tfidf":
+            check_encoder(config.encoder, *config.embed.encoder_options())
+        blocks = embed_ranges(texts, config.encoder, config.embed, say)
+    if config.pca:
         vectors = np.concatenate(list(blocks))
-        projection = fit_pca(vectors, source.pca_width)
+        projection = fit_pca(vectors, config.pca)
         info.encoder_width = vectors.shape[1]
         info.pca = projection.to_record()
         blocks = iter([projection.project(vectors)])
@@ -539,10 +538,6 @@ MAX_PART_PAIRS = 1 << 15
 """Maximum number of pairs per part, even if there are more parts then."""
 PAIR = ("item_index", "query_index")
 """Key columns of the `pairs` table."""
-NUM_CHECKED_DOCUMENTS = 64
-"""Documents on which an encoder is compared with its stored embeddings."""
-MAX_DIFFERENCE = {"fp32": 1e-4, "bf16": 0.05}
-"""Differences of embeddings, by precision, up to which they count as rounding."""
 JOINT_WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document "
     "together, which leaks the document: a model that is conditioned on it reads its "
@@ -689,11 +684,7 @@ def encode_log(
             f"{sequences.uri} is of kind {kind.name}, whose models read no texts"
         )
     if is_joint and (encoder == "tfidf" or "pairs" not in names):
-        raise UserError(
-            f"query_condition is joint, but kind {kind.name} has no queries"
-            if "pairs" not in names
-            else "query_condition is joint, but tfidf has no [SEP] token"
-        )
+        raise UserError("query_condition joint needs queries and a [SEP] token")
     for name in kind.text_tables:
         table = "tokens" if name == "tokens" else "embeddings"
         check_replaceable(join(output_uri, name), table)
@@ -722,68 +713,43 @@ def encode_log(
     with writing(output_uri):
         if tfidf and has_manifest(join(output_uri, "tokens")):
             clear(join(output_uri, "tokens"))  # tokens of an earlier encoder
-        for name in [] if overwrite else names:
+        for name in names:
+            uri, origin = join(output_uri, name), origins[name]
             info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
-            uri = join(output_uri, name)
-            finished = find_finished(uri, info_class, **origins[name])
+            finished = None if overwrite else find_finished(uri, info_class, **origin)
             if finished:
                 say(f"{name}: up to date")
                 written[name] = finished
-        missing = [name for name in names if name not in written]
-        missing_texts = [text for name in missing for text in texts.get(name, [])]
-        if not missing_texts:
-            width = written["items"].info.width
-            vectors = np.zeros((0, width), np.float32)
-        elif tfidf:
-            vectors = tfidf.encode(missing_texts)
-        else:
-            check_encoder(encoder, *config.encoder_options())
-            vectors = encode_texts(missing_texts, encoder, config, say)
-        for name in missing:
-            uri, origin = join(output_uri, name), origins[name]
-            if name == "tokens":
+            elif name == "tokens":
                 written[name] = _write_tokens(
                     uri, documents, encoder, config, say, origin
                 )
             elif name == "pairs":
                 shared = {"items": documents, "queries": texts["queries"]}
                 written[name] = _write_pairs(
-                    uri,
-                    sequences,
-                    shared,
-                    tfidf or encoder,
-                    config,
-                    say,
-                    origin,
+                    uri, sequences, shared, tfidf or encoder, config, say, origin
                 )
             else:
-                own_vectors, vectors = np.split(vectors, [len(texts[name])])
-                earlier = read_manifest(uri)
-                # old texts keep their embeddings
-                extends = (
-                    earlier is not None
-                    and encoder != "tfidf"
-                    and earlier.config == origin["config"]
-                    and earlier.inputs["encoder"] == version
-                    and earlier.inputs["items"] in items.extends
-                )
+                if not texts[name]:  # a log without queries
+                    vectors = np.zeros((0, written["items"].info.width), np.float32)
+                elif tfidf:
+                    vectors = tfidf.encode(texts[name])
+                else:
+                    check_encoder(encoder, *config.encoder_options())
+                    vectors = encode_texts(texts[name], encoder, config, say)
                 written[name] = _write_texts(
-                    uri,
-                    texts[name],
-                    own_vectors,
-                    say,
-                    extends=earlier.ancestry if earlier and extends else [],
-                    **origin,
+                    uri, items, texts[name], vectors, say, origin
                 )
         return written
 
 
 def _write_texts(
     uri: str,
+    items: Table[ItemsInfo],
     texts: list[str],
     vectors: np.ndarray,
     say: Say,
-    **manifest: Any,
+    manifest: dict[str, Any],
 ) -> Table:
     """Write a table of embeddings with one row per text."""
     name = uri.rsplit("/", 1)[-1]
@@ -796,12 +762,22 @@ def _write_texts(
         f"{name}: {len(texts):,} texts, {info.distinct_texts:,} distinct, width "
         f"{width}{note}"
     )
+    earlier = read_manifest(uri)
+    # old texts keep their embeddings
+    extends = (
+        earlier is not None
+        and earlier.config["encoder"] != "tfidf"
+        and earlier.config == manifest["config"]
+        and earlier.inputs["encoder"] == manifest["inputs"]["encoder"]
+        and earlier.inputs["items"] in items.extends
+    )
     return commit(
         uri,
         "embeddings",
         embeddings_schema(width, [key]),
         write_vectors(uri, vectors, key),
         info=info,
+        extends=earlier.ancestry if earlier and extends else [],
         **manifest,
     )
 
@@ -907,27 +883,17 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     """
     text = open_table(join(text_uri, "items"), EmbeddingsInfo)
     settings = dict(text.config)
-    name = settings.pop("encoder", None)
-    if name is None:
-        raise UserError(f"{text_uri} does not record the encoder it was made with")
+    name = settings.pop("encoder")
     config = TextConfig(**settings)
     items = open_table(join(tables_uri, "items"), ItemsInfo)
+    if text.inputs != {"items": items.hash, "encoder": encoder_version(name)}:
+        raise UserError(f"{text_uri} was made of other items or by another encoder")
     documents = item_texts(items.read(), config)
     encoder = (
         fit_tfidf(documents, config.svd)
         if name == "tfidf"
         else TextEncoder(name, *config.encoder_options())
     )
-    num_checked = min(NUM_CHECKED_DOCUMENTS, len(documents))
-    sample = np.linspace(0, len(documents) - 1, num_checked).astype(np.int64)
-    stored = read_embeddings(text)[sample]
-    recomputed = encoder.encode([documents[index] for index in sample])
-    difference = np.abs(recomputed - stored).max()
-    if difference > MAX_DIFFERENCE[config.precision]:
-        raise UserError(
-            f"the encoder {name} gives vectors that differ from those of {text_uri} by "
-            f"up to {difference:.2g}"
-        )
     folder.mkdir(parents=True)
     encoder.save(folder)
     if has_manifest(join(text_uri, "pairs")):

@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import ray
 import torch
 
-from core.errors import UserError
 from core.files import join
 from core.schemas import (
     QUANTIZER,
@@ -44,10 +44,10 @@ from core.tables import (
     write_part,
     writing,
 )
+from models import registry
 from models.cpu.matmul import matmul_precision
 from models.retrieval import data
 from models.retrieval.requests import find_train_items
-from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers.codes import (
     MAX_CONFLICT_CODES,
     add_conflict_levels,
@@ -58,61 +58,22 @@ from models.retrieval.tokenizers.published import catalogue_codes, read_publishe
 from models.retrieval.tokenizers.rqkmeans import quantization_error
 from models.retrieval.tokenizers.tokenizer import Tokenizer
 from pipelines import cluster
+from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.texts import (
-    EmbeddingSource,
     Say,
     embed_items,
     embed_origin,
+    embeddings_uri,
     find_finished,
+    find_precomputed,
     read_embeddings,
 )
 from pipelines.start import start_ray
 
-
-@dataclass(frozen=True)
-class TokenizerPaths:
-    """The items to tokenize, and folders that tokenization reads and writes."""
-
-    items: Table[ItemsInfo]
-    """The `items` table."""
-    output: str
-    """Folder of the tables `embeddings`, `sids`, `trie` and `quantizer`."""
-    shared_embeddings: str = ""
-    """The `embeddings` table if tokenizers share it; by default below `output`."""
-    sequences: str = ""
-    """The `sequences` table, needed only to fit codebooks on its training items."""
-
-    @property
-    def embeddings(self) -> str:
-        """The `embeddings` table that is read and written."""
-        return self.shared_embeddings or join(self.output, "embeddings")
-
-    @property
-    def sids(self) -> str:
-        """The `sids` table."""
-        return join(self.output, "sids")
-
-    @property
-    def trie(self) -> str:
-        """The `trie` table."""
-        return join(self.output, "trie")
-
-    @property
-    def quantizer(self) -> str:
-        """The `quantizer` table: arrays of the tokenizer."""
-        return join(self.output, "quantizer")
-
-
-@dataclass(frozen=True)
-class TrainedCodes:
-    """Codes of all items, with the arrays that give codes to later items."""
-
-    codes: np.ndarray
-    """(N, C) codes. Items may have equal codes, as conflict codes are added later."""
-    arrays: dict[str, np.ndarray]
-    """Arrays of the tokenizer by name, such as `codebooks` (C, K, D)."""
-    measures: CodeMeasures
-    """Quality of the codes, for the manifest."""
+TrainedCodes = tuple[np.ndarray, dict[str, np.ndarray], CodeMeasures]
+"""(N, C) codes of all items, several of which may have equal codes; arrays of the
+tokenizer that give codes to later items, by name, such as `codebooks` (C, K, D); and
+measures of the codes, for the manifest."""
 
 
 def _train_task(
@@ -141,7 +102,7 @@ def _train_task(
     )
     stored = {**tokenizer.arrays, "codebooks": quantized.codebooks}
     arrays = {name: array.numpy() for name, array in stored.items()}
-    yield TrainedCodes(quantized.codes.numpy(), arrays, measures)
+    yield quantized.codes.numpy(), arrays, measures
 
 
 MAX_STARTS = 3
@@ -189,7 +150,7 @@ def train_codes(
         num_threads = min(4, len(os.sched_getaffinity(0)))
         stream = _train_task(embeddings, tokenizer, fit_items, num_threads)
     for element in stream:
-        if isinstance(element, TrainedCodes):
+        if not isinstance(element, str):
             return element
         say(f"{tokenizer.name} {element}")
     raise RuntimeError("the training task ended without codes")
@@ -272,20 +233,38 @@ def write_trie(
 ) -> Table[TrieInfo]:
     """Write the `trie` table of the `sids` table, replacing a trie of other SIDs.
 
+    There is a row per edge. Rows are sorted by `level` and `child`, the rank of the
+    edge within its level. `node` is the rank of the parent's edge (0 at the root),
+    `token` the code, and `item_index` the item at the last level, null above it.
+
     Args:
         uri: Folder of the `trie` table.
         sids: The `sids` table.
         extends: Hashes of the tries whose items this trie extends, oldest first.
     """
     codes = read_codes(sids)
+    order = np.lexsort(codes.T[::-1])
+    ordered = codes[order]
+    # (N, C): whether the item's prefix differs from the one before
+    differs = np.ones(codes.shape, bool)
+    differs[1:] = (ordered[1:] != ordered[:-1]).cumsum(1) > 0
+    # (N, C + 1): rank of each item's prefix of 0 to C codes
+    ranks = np.column_stack([np.zeros(len(codes), int), differs.cumsum(0) - 1])
+    levels = []
+    for level, is_new in enumerate(differs.T):
+        columns = {
+            "node": ranks[is_new, level],
+            "token": ordered[is_new, level],
+            "child": ranks[is_new, level + 1],
+        }
+        item = pl.Series(order) if level == codes.shape[1] - 1 else pl.lit(None)
+        edges = pl.DataFrame(columns).with_columns(level=level, item_index=item)
+        levels.append(edges.select(TRIE.names).to_arrow().cast(TRIE))
+    part = write_part(uri, pa.concat_tables(levels).combine_chunks())
+    num_edges = differs.sum(0)
+    branching = num_edges / np.append(1, num_edges[:-1])
     sizes = sids.info.codebook_sizes
-    trie = Trie(torch.from_numpy(codes), tuple(sizes))
-    edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
-    leaf = edges["item_index"] >= 0
-    columns = [pa.array(edges[f.name], f.type) for f in TRIE if f.name != "item_index"]
-    columns.append(pa.array(edges["item_index"], pa.int32(), mask=~leaf))
-    part = write_part(uri, pa.Table.from_arrays(columns, schema=TRIE))
-    info = TrieInfo(sizes, trie.levels, trie.num_items, trie.branching())
+    info = TrieInfo(sizes, len(num_edges), len(codes), branching.tolist())
     return commit(
         uri,
         "trie",
@@ -306,78 +285,65 @@ def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
     return settings | {tokenizer.name: options} if options else settings
 
 
+def build_tokenizer(config: TokenizeConfig) -> Tokenizer:
+    """Return the tokenizer of the config."""
+    return registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
+
+
 def tokenize(
-    paths: TokenizerPaths,
-    tokenizer: Tokenizer,
-    source: EmbeddingSource | None = None,
-    published: str = "",
-    overwrite: bool = False,
-    say: Say = print,
+    config: TokenizeConfig, say: Say = print
 ) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
     """Write `embeddings` (unless SIDs are published), `sids` and `trie`.
-
-    Args:
-        paths: Folders to read and write.
-        tokenizer: The tokenizer.
-        source: Origin of the embeddings; by default the encoder `minilm`.
-        published: File of published SIDs, for a tokenizer that reads a file.
-        overwrite: Whether to replace existing tables.
-        say: Prints a message.
 
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
     """
-    items, settings = paths.items, settings_of_codes(tokenizer)
-    inputs = {"items": items.hash}
+    tokenizer, output = build_tokenizer(config), config.output
+    items = open_table(join(config.tables, "items"), ItemsInfo)
+    settings, inputs = settings_of_codes(tokenizer), {"items": items.hash}
+    quantizer_uri = join(output, "quantizer")
     embeddings = sequences = sids = trie = None
-    with writing(paths.output):
-        if overwrite:
-            check_replaceable(paths.embeddings, "embeddings")
+    with writing(output):
+        uri = embeddings_uri(config)
+        if config.overwrite:
+            check_replaceable(uri, "embeddings")
         if tokenizer.reads_file:
-            published_sids, inputs["published"] = read_published(published)
+            published, inputs["published"] = read_published(config.published)
         else:
-            uri, shared = paths.embeddings, paths.shared_embeddings
-            if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
-                raise UserError(
-                    f"{paths.sids} was made from other embeddings", "settings"
-                )
-            source = source or EmbeddingSource()
-            embeddings = find_table(shared, EmbeddingsInfo) if shared else None
-            origin = fingerprint(*embed_origin(items, source))
+            precomputed = find_precomputed(config)
+            is_shared = uri != join(output, "embeddings")
+            embeddings = find_table(uri, EmbeddingsInfo) if is_shared else None
+            origin = fingerprint(*embed_origin(items, config, precomputed))
             if embeddings and embeddings.fingerprint == origin:
                 say(f"{uri}: up to date")
             else:
-                is_elsewhere = shared not in ("", paths.output)
-                with writing(uri) if is_elsewhere else nullcontext():
-                    embeddings = embed_items(items, uri, source, overwrite, say)
+                with writing(uri) if is_shared else nullcontext():
+                    embeddings = embed_items(items, uri, config, precomputed, say)
             inputs["embeddings"] = embeddings.hash
         if tokenizer.on_train_items:
-            sequences = open_table(paths.sequences, RetrievalInfo)
+            sequences = open_table(join(config.tables, "sequences"), RetrievalInfo)
             inputs["sequences"] = sequences.hash
-        if not overwrite:
-            sids = find_finished(paths.sids, SidsInfo, settings, inputs)
-            trie = find_table(paths.trie, TrieInfo) if sids else None
+        if not config.overwrite:
+            sids = find_finished(join(output, "sids"), SidsInfo, settings, inputs)
+            trie = find_table(join(output, "trie"), TrieInfo) if sids else None
             if trie and sids and trie.inputs != {"sids": sids.hash}:
                 trie = None
         if sids is None:
             if embeddings is None:
                 item_ids = items.read(["item_id"])["item_id"].to_pylist()
-                codes = catalogue_codes(published_sids, item_ids, published)
+                codes = catalogue_codes(published, item_ids, config.published)
                 # over all SIDs of the file, so that sizes do not depend on the k-core
-                sizes = (np.array(list(published_sids.values())).max(0) + 1).tolist()
-                num_unused = len(published_sids) - len(codes)
+                sizes = (np.array(list(published.values())).max(0) + 1).tolist()
+                num_unused = len(published) - len(codes)
                 measures = CodeMeasures(unused_published=num_unused)
             else:
                 fit_items = find_train_items(sequences) if sequences else None
-                trained = train_codes(
+                codes, arrays, measures = train_codes(
                     read_embeddings(embeddings), tokenizer, say, fit_items
                 )
-                codes, measures = trained.codes, trained.measures
-                num_levels, codebook_size, _ = trained.arrays["codebooks"].shape
+                num_levels, codebook_size, _ = arrays["codebooks"].shape
                 sizes = [codebook_size] * num_levels
-                write_quantizer(
-                    paths.quantizer, trained.arrays, config=settings, inputs=inputs
-                )
+                write_quantizer(quantizer_uri, arrays, config=settings, inputs=inputs)
             has_duplicates = measure_collisions(codes).duplicates > 0
             info = SidsInfo(
                 codebook_sizes=sizes,
@@ -388,17 +354,17 @@ def tokenize(
             )
             codes, info = _make_unique(codes, info, say)
             sids = write_sids(
-                paths.sids,
+                join(output, "sids"),
                 codes,
                 config=settings,
                 inputs=inputs,
                 info=info,
             )
         is_complete = trie is not None
-        trie = trie or write_trie(paths.trie, sids)
+        trie = trie or write_trie(join(output, "trie"), sids)
         if tokenizer.reads_file:
             # published SIDs may replace trained ones, whose tables have no use then
-            for unused in (join(paths.output, "embeddings"), paths.quantizer):
+            for unused in (join(output, "embeddings"), quantizer_uri):
                 if has_manifest(unused):
                     clear(unused)
         return sids, trie, not is_complete

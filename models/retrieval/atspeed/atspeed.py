@@ -222,9 +222,8 @@ class AtSpeed(Student):
             num_heads=config.draft_heads,
         )
         return T5Decoder(
-            backbone.tokens,
+            backbone,
             sizes,
-            backbone.embedding,
             codebook_logits=True,
             codebook_scores=True,
         )

@@ -234,18 +234,11 @@ class Student(TaughtModel, Retriever):
 
         The decoder's states are needed only if `alpha` is above 0.
         """
-        config = self.config
-        splits = ("train", "val")
-        outputs = [
-            TeacherOutput(
-                "encoder", self.encoder_settings(), self._encode_to_cache, splits
-            )
-        ]
-        if config.alpha > 0:
-            settings = teacher_settings(config)
-            outputs.append(
-                TeacherOutput("decoder", settings, self._decode_to_cache, splits[:1])
-            )
+        settings = self.encoder_settings()
+        outputs = [TeacherOutput("encoder", settings, self._encode_to_cache)]
+        if self.config.alpha > 0:
+            settings = teacher_settings(self.config)
+            outputs.append(TeacherOutput("decoder", settings, self._decode_to_cache))
         return outputs
 
     def _encode_to_cache(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:

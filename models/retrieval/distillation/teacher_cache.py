@@ -100,8 +100,6 @@ class TeacherOutput(NamedTuple):
     """Config and weights hash of the model that computes the output."""
     compute: ComputeStates
     """Computes the output of a batch."""
-    splits: Sequence[str]
-    """Splits to compute the output for: `train`, `val` or both."""
 
 
 class CachedStates:
@@ -173,12 +171,11 @@ def open_teacher_cache(
     """
     train = datasets["train"]
     tables, messages = {}, []
-    for name, settings, compute, splits in outputs:
-        settings = {
-            **settings,
-            "max_history": train.selection.max_history,
-            "splits": list(splits),
-        }
+    for name, settings, compute in outputs:
+        # validation needs the encoder alone
+        splits = ["train", "val"] if name == "encoder" else ["train"]
+        max_history = train.selection.max_history
+        settings = {**settings, "max_history": max_history, "splits": splits}
         uri = join(folder, f"{name}-{fingerprint(settings, hashes)[:16]}")
         status = "reused"
         if train.rank == 0 and not has_manifest(uri):

@@ -93,14 +93,6 @@ class LmBackbone(Backbone):
         """Return the embeddings (rows, D) of the tokens from V on."""
         return self.embedding.weight
 
-    def memory_sizes(self) -> tuple[int, int]:
-        """Return the number of layers and the width of the keys of all heads."""
-        with torch.no_grad():
-            _, memory = self.run(self.words().weight[:1].unsqueeze(0))
-        keys, _ = memory[0]
-        _, heads, _, head_width = keys.shape
-        return len(memory), heads * head_width
-
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings (..., D) of words and codes (...)."""
         is_code = tokens >= self.vocabulary
@@ -173,14 +165,23 @@ class LmBackbone(Backbone):
         Returns:
             Last states (B, S, D), and the keys and values of each layer.
         """
-        # imported here, as it imports transformers
-        from models.retrieval.lc_rec.cache import to_cache, to_memory
+        from transformers.cache_utils import DynamicCache, DynamicLayer
 
-        cache = to_cache(memory)
+        # a pass creates new tensors for its keys and values, so many searches can start
+        # from one prompt
+        cache = DynamicCache()
+        for keys, values in memory or ():
+            layer = DynamicLayer()
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            cache.layers.append(layer)
         output = cast(Any, self.lm).base_model(
             inputs_embeds=embedded, past_key_values=cache, use_cache=True, **options
         )
-        return output.last_hidden_state, to_memory(cache)
+        layers: Any = cache.layers
+        return output.last_hidden_state, [
+            (layer.keys, layer.values) for layer in layers
+        ]
 
     def encode(self, batch: HistoryBatch) -> History:
         """Return the states of the prompts with their keys and values.

@@ -32,15 +32,12 @@ class LmDecoder(Decoder):
             backbone: Backbone with the language model.
             tied: Whether the embeddings of the codes are also their output layer.
         """
-        super().__init__()
-        self.tokens = backbone.tokens
-        self.hidden_width = backbone.embedding.embedding_dim
+        super().__init__(backbone)
         self._backbone = (backbone,)  # in a tuple: no submodule
         self.output: nn.Linear | None = None
         if not tied:
-            self.output = nn.Linear(
-                self.hidden_width, sum(self.tokens.sizes), bias=False
-            )
+            width = self.embedding.embedding_dim
+            self.output = nn.Linear(width, sum(self.tokens.sizes), bias=False)
             nn.init.normal_(self.output.weight, std=0.02)
 
     @property
@@ -56,7 +53,7 @@ class LmDecoder(Decoder):
         """
         if self.output is not None:
             return self.output.weight
-        return self.backbone.embedding.weight.narrow(
+        return self.embedding.weight.narrow(
             0, self.tokens.first[0], sum(self.tokens.sizes)
         )
 

@@ -141,9 +141,13 @@ class LcRec(Retriever):
     def __init__(self, config: LcRecConfig, catalogue: Catalogue) -> None:
         config = self.resolve_config(config, catalogue)
         tokens = SidTokens(catalogue, 1)
-        lm = language_model.build_model(
-            config.lm_model, max_sequence_length(config, tokens.levels)
-        )
+        prompt, levels = config.prompt, tokens.levels
+        words = sum(len(part) for part in prompt.values())
+        longest = words + config.max_history * (levels + len(prompt["between"]))
+        # a title with the words of its task may be longer than the codes
+        is_text_task = config.tasks != ["next"]
+        longest += max(levels, is_text_task * (config.title_tokens + words))
+        lm = language_model.build_model(config.lm_model, longest)
         tied = language_model.has_tied_embeddings(lm)
         if config.lora_rank:
             language_model.add_lora(lm, config.lora_rank, config.lora_dropout)
@@ -187,7 +191,7 @@ class LcRec(Retriever):
         config = self.config
         if config.lm:
             language_model.load_pretrained(self.backbone.lm, config.lm)
-            init_codes(self)
+            self.draw_codes()
         tasks = [task for task in config.tasks if task != "next"]
         titles = read_titles(catalogue, config.title) if tasks else None
         if titles is None:
@@ -207,6 +211,22 @@ class LcRec(Retriever):
             f"tasks: next, and {', '.join(tasks)} on the text column '{config.title}' "
             "of the items"
         ]
+
+    @torch.no_grad()
+    def draw_codes(self) -> None:
+        """Draw the weights of codes from a normal distribution like those of words.
+
+        Mean and standard deviation of each dimension are the words'. `transformers`
+        also initialises new tokens around the words' mean.
+        """
+        lm: Any = self.backbone.lm
+        layers = [(self.backbone.embedding, lm.get_input_embeddings())]
+        if self.decoder.output is not None:
+            layers.append((self.decoder.output, lm.get_output_embeddings()))
+        for codes, words in layers:
+            noise = torch.randn_like(codes.weight)
+            mean, std = words.weight.mean(0), words.weight.std(0)
+            codes.weight.copy_(mean + noise * std)
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the mean over rows of each row's `response_loss`.
@@ -258,21 +278,6 @@ class LcRec(Retriever):
         return ((losses * mask).sum(1) / mask.sum(1)).mean()
 
 
-def max_sequence_length(config: LcRecConfig, levels: int) -> int:
-    """Return an upper bound of the tokens of a prompt with its response.
-
-    Args:
-        config: Resolved options of LC-Rec.
-        levels: Number of codes of an item.
-    """
-    history = config.max_history * (levels + len(config.prompt["between"]))
-    words = sum(len(part) for part in config.prompt.values())
-    response = levels
-    if config.tasks != ["next"]:
-        response = max(levels, config.title_tokens + words)
-    return history + words + response
-
-
 @dataclasses.dataclass(frozen=True)
 class Texts:
     """Titles of all items, and the words around the input of each task."""
@@ -313,19 +318,3 @@ class Texts:
             response = task_input
             task_input = titles[:, :-1], real_positions(lengths, titles.shape[1] - 1)
         return backbone.surround(before, task_input, after), response
-
-
-@torch.no_grad()
-def init_codes(model: LcRec) -> None:
-    """Draw the weights of codes from a normal distribution like the weights of words.
-
-    Mean and standard deviation of each dimension are the words'. `transformers`
-    also initialises new tokens around the words' mean.
-    """
-    lm: Any = model.backbone.lm
-    pairs = [(model.backbone.embedding.weight, lm.get_input_embeddings().weight)]
-    if model.decoder.output is not None:
-        pairs.append((model.decoder.output.weight, lm.get_output_embeddings().weight))
-    for code_weights, words in pairs:
-        noise = torch.randn_like(code_weights)
-        code_weights.copy_(words.mean(0) + noise * words.std(0))

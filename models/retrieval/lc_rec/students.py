@@ -85,17 +85,6 @@ class LcRecSidMlpConfig(StudentConfig):
                 f"{self.attention_heads}"
             )
 
-    def to_sid_mlp(self) -> SidMlpConfig:
-        """Return the options of SID-MLP's decoder."""
-        return SidMlpConfig(
-            attention_heads=self.attention_heads,
-            attention_width=self.width,
-            ffn_width=self.ffn_width,
-            head_width=self.head_width,
-            dropout=self.dropout,
-            m=self.m,
-        )
-
 
 class EarlyReadout(nn.Module):
     """A readout layer: x = LN(q + MHA(q, keys, values)); LN(x + FFN(x))."""
@@ -145,13 +134,16 @@ class EarlyReadouts(nn.Module):
     def __init__(self, backbone: LmBackbone, config: LcRecSidMlpConfig) -> None:
         super().__init__()
         self._backbone = (backbone,)  # in a tuple: no submodule
-        num_layers, self.width = backbone.memory_sizes()
-        self.layer = (config.layer or max(1, num_layers // 4)) - 1
-        if self.layer >= num_layers:
+        with torch.no_grad():
+            _, memory = backbone.run(backbone.words().weight[:1].unsqueeze(0))
+        self.layer = (config.layer or max(1, len(memory) // 4)) - 1
+        if self.layer >= len(memory):
             raise UserError(
-                f"layer {config.layer} exceeds the {num_layers} layers of the language "
-                f"model"
+                f"layer {config.layer} exceeds the {len(memory)} layers of the "
+                "language model"
             )
+        keys, _ = memory[self.layer]  # (1, heads, 1, head width)
+        self.width = keys.numel()
         self.query = nn.Linear(backbone.embedding.embedding_dim, config.width)
         self.layers = nn.ModuleList(
             EarlyReadout(self.width, config) for _ in range(config.readout_layers)
@@ -188,7 +180,13 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
 
     def __init__(self, config: LcRecSidMlpConfig, backbone: LmBackbone) -> None:
         self._readout_arguments = (backbone, config)  # for `_make_readout`
-        super().__init__(config.to_sid_mlp(), backbone, config.width)
+        heads = SidMlpConfig(
+            ffn_width=config.ffn_width,
+            head_width=config.head_width,
+            dropout=config.dropout,
+            m=config.m,
+        )
+        super().__init__(heads, backbone, config.width)
         self.input_layer = self.readout.layer
         self.project = nn.Linear(
             backbone.embedding.embedding_dim, config.width, bias=False
@@ -202,15 +200,15 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
         """Return the keys and values (B, S, 2 E) that the readouts attend to."""
         return self.readout.keys_and_values(history)
 
-    def embedding(self) -> Tensor:
+    def table(self) -> Tensor:
         """Return the projected embeddings (V, N) of the teacher's tokens."""
         if torch.is_grad_enabled():
-            return self.project(super().embedding())
+            return self.project(super().table())
         return cache_until_changed(
             self,
-            "embedding",
-            lambda: self.project(SidMlpDecoder.embedding(self)),
-            self._embedding[0],
+            "table",
+            lambda: self.project(SidMlpDecoder.table(self)),
+            self.embedding,
         )
 
 

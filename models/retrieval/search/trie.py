@@ -8,6 +8,7 @@ are the items (`leaves`).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -49,18 +50,15 @@ class Trie(nn.Module):
         """Number of edges per level, which is the number of distinct prefixes."""
         self.max_branching: list[int] = []
         """Most children of a node, per level."""
-        order = torch.arange(items)
-        # a radix sort: stable sorts from the last code to the first
-        for level in reversed(range(levels)):
-            order = order[torch.argsort(codes[order, level], stable=True)]
+        order = torch.from_numpy(np.lexsort(codes.numpy().T[::-1]))
         ordered = codes[order]
-        # (N,) whether the item's prefix differs from the one before
-        is_new = torch.zeros(items, dtype=torch.bool)
-        is_new[0] = True
+        # (N, C) whether the item's prefix differs from the one before
+        differs = torch.ones_like(codes, dtype=torch.bool)
+        differs[1:] = (ordered[1:] != ordered[:-1]).cumsum(1) > 0
         node = torch.zeros(items, dtype=torch.long)  # node of each item's prefix
         num_nodes = 1
         for level in range(levels):
-            is_new[1:] |= ordered[1:, level] != ordered[:-1, level]
+            is_new = differs[:, level]
             counts = torch.bincount(node[is_new], minlength=num_nodes)
             offsets = functional.pad(counts.cumsum(0), (1, 0))
             tokens = ordered[is_new, level].contiguous()
@@ -83,11 +81,6 @@ class Trie(nn.Module):
         """Number C of levels."""
         return len(self.edges)
 
-    @property
-    def num_items(self) -> int:
-        """Number N of items."""
-        return self.edges[-1]
-
     def offsets(self, level: int) -> Tensor:
         """Return the offsets (nodes + 1,) int64 of each node's edges."""
         return self.get_buffer(f"offsets_{level}")
@@ -95,35 +88,6 @@ class Trie(nn.Module):
     def tokens(self, level: int) -> Tensor:
         """Return the code (edges,) int64 of each edge."""
         return self.get_buffer(f"tokens_{level}")
-
-    def branching(self) -> list[float]:
-        """Return the mean number of children per level (Table 7 of SID-MLP)."""
-        nodes = [1, *self.edges[:-1]]
-        return [
-            num_edges / num_nodes
-            for num_edges, num_nodes in zip(self.edges, nodes, strict=True)
-        ]
-
-    def edge_columns(self) -> dict[str, Tensor]:
-        """Return the columns of the `trie` table, with a row per edge.
-
-        Rows are sorted by `level` and `child`, the rank of the edge within its level.
-        `node` is the rank of the parent's edge (0 at the root), `token` the code, and
-        `item_index` the item at the last level, -1 above it.
-        """
-        columns = []
-        for level, count in enumerate(self.edges):
-            offsets = self.offsets(level)
-            node = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
-            item_index = torch.full((count,), -1)
-            if level == self.levels - 1:
-                item_index = self.leaves
-            child = torch.arange(count)
-            level_column = torch.full((count,), level)
-            columns.append((level_column, node, self.tokens(level), child, item_index))
-        names = ("level", "node", "token", "child", "item_index")
-        joined = (torch.cat(parts) for parts in zip(*columns, strict=True))
-        return dict(zip(names, joined, strict=True))
 
     def mark_edges(self, items: Tensor) -> Tensor:
         """Return a mask of the edges that lead to any of the given items.

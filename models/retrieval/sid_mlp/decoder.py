@@ -126,7 +126,7 @@ class CrossAttention(nn.Module):
 
 
 class Readout(nn.Module):
-    """The attention readout of equation 1."""
+    """The readout of equation 1, or its query alone without attention (Table 5)."""
 
     def __init__(self, config: SidMlpConfig, dim: int, prefix_width: int = 0) -> None:
         """Build the readout.
@@ -138,6 +138,9 @@ class Readout(nn.Module):
         """
         super().__init__()
         self.query = nn.Linear(dim + prefix_width, dim)
+        self.has_attention = config.readout != "mean"
+        if not self.has_attention:
+            return
         self.attention = CrossAttention(
             dim,
             config.attention_width,
@@ -161,23 +164,13 @@ class Readout(nn.Module):
         if prefix is not None:
             expanded = query_input.expand(-1, prefix.shape[1], -1)
             query_input = torch.cat([expanded, prefix], -1)
-        query = self.query(query_input)
-        z = self.norm1(query + self.attention(query, history.states, history.padding))
-        if self.ffn is not None:
-            z = self.norm2(z + self.ffn(z))
+        z = self.query(query_input)
+        if self.has_attention:
+            mixed = self.attention(z, history.states, history.padding)
+            z = self.norm1(z + mixed)
+            if self.ffn is not None:
+                z = self.norm2(z + self.ffn(z))
         return z[:, 0] if prefix is None else z
-
-
-class MeanReadout(nn.Module):
-    """A linear layer on the mean state: Table 5's row without multi-head attention."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.query = nn.Linear(dim, dim)
-
-    def forward(self, history: History) -> Tensor:
-        """Return z (B, D)."""
-        return self.query(query_state(history))
 
 
 class SidMlpDecoder(Decoder):
@@ -193,13 +186,9 @@ class SidMlpDecoder(Decoder):
             backbone: Backbone whose states and embeddings are read.
             width: Width of z and the embeddings; None for the backbone's D.
         """
-        super().__init__()
+        super().__init__(backbone, config.m)
         self.config = config
-        self.tokens = backbone.tokens
-        self.first_level = config.m
-        self.hidden_width = config.head_width
-        self._embedding = (backbone.embedding,)  # in a tuple: no submodule
-        dim = backbone.embedding.embedding_dim if width is None else width
+        dim = width or self.embedding.embedding_dim
         if config.embeddings == "random":
             self.embeddings = nn.Embedding(self.tokens.vocabulary, dim)
         self.readout = self._make_readout(dim)
@@ -211,9 +200,7 @@ class SidMlpDecoder(Decoder):
     def _make_readout(self, dim: int) -> nn.Module:
         """Return the readout, or a list of one readout per level for `per_digit`."""
         config = self.config
-        if config.readout == "mean":
-            return MeanReadout(dim)
-        if config.readout == "attention":
+        if config.readout != "per_digit":
             return Readout(config, dim)
         return self._make_per_level(
             lambda level: Readout(config, dim, prefix_width=level * dim)
@@ -256,11 +243,11 @@ class SidMlpDecoder(Decoder):
             return 0, self.tokens.vocabulary
         return super().span(level)
 
-    def embedding(self) -> Tensor:
+    def table(self) -> Tensor:
         """Return the embeddings (V, D) of the tokens."""
         if self.config.embeddings == "random":
             return self.embeddings.weight
-        return self._embedding[0].weight
+        return self.embedding.weight
 
     def context(self, history: History) -> Tensor | None:
         """Return z (B, D) of equation 1, or None if each level computes its own z."""
@@ -304,7 +291,7 @@ class SidMlpDecoder(Decoder):
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """Return the heads' hidden layers (B, L - first_level, N) before each code."""
         tokens = (codes + self.tokens.offset)[:, None, :-1]
-        embedded = functional.embedding(tokens, self.embedding())  # (B, 1, L - 1, D)
+        embedded = functional.embedding(tokens, self.table())  # (B, 1, L - 1, D)
         z = self.context(history)
         hidden = None  # (B, 1, N) of the level before
         layers = []
@@ -357,7 +344,7 @@ class HeadScorer:
         decoder = self.decoder
         if level < decoder.first_level:
             return self.history.states.new_zeros((*self.prefix.shape[:2], 0))
-        prefix = functional.embedding(self.prefix, decoder.embedding())
+        prefix = functional.embedding(self.prefix, decoder.table())
         hidden = decoder.head_hidden(level, self.history, self.z, prefix, self.hidden)
         if decoder.config.prefix == "cascade":
             self.hidden = hidden

@@ -99,7 +99,7 @@ class FoldedHeads:
 
     @torch.no_grad()
     def __init__(self, decoder: SidMlpDecoder) -> None:
-        tokens, embedding = decoder.tokens, decoder.embedding()
+        tokens, embedding = decoder.tokens, decoder.table()
         dim = embedding.shape[1]
         # linear layer, norm, activation, dropout and output layer of each head
         heads: Any = list(decoder.heads)

@@ -96,8 +96,7 @@ class SidMlpPpEncoder(TaughtModel):
     def outputs_to_cache(self) -> list[TeacherOutput]:
         """Describe the table to cache: the teacher's encoder states."""
         settings = teacher_settings(self.config)
-        splits = ("train", "val")
-        return [TeacherOutput("encoder", settings, self._encode_by_teacher, splits)]
+        return [TeacherOutput("encoder", settings, self._encode_by_teacher)]
 
     def _encode_by_teacher(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
         """Return the teacher's states (B, S, D) and their lengths (B,)."""

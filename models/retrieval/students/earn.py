@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from core.errors import UserError
 from core.options import STRICT
-from models.layers.t5 import Block, dropout
+from models.layers.t5 import dropout
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.teacher import require
 from models.retrieval.parts import History, padding_mask
@@ -98,7 +98,16 @@ class EarnBackbone(ExtendedT5):
         *full_blocks, last_block = self.encoder.blocks[: self.layer]
         for block in full_blocks:
             x = block(x, bias, dropout_p)
-        x = run_at_positions(last_block, x, registers, register_bias, dropout_p)
+        # the last block that reads the history is needed at the registers only
+        index = registers.unsqueeze(-1)
+        normed = last_block.get_norm(0)(x)
+        attention = last_block.attention
+        (q,) = attention.project(normed.take_along_dim(index, 1), "q")
+        k, v = attention.project(normed, "kv")
+        attended = attention.attend(q, k, v, register_bias, dropout_p)
+        x = x.take_along_dim(index, 1) + dropout(attended, dropout_p)
+        inner = last_block.feedforward(last_block.get_norm(-1)(x), dropout_p)
+        x = x + dropout(inner, dropout_p)
         for block in self.encoder.blocks[self.layer :]:
             x = block(x, inner_bias, dropout_p)
         states = dropout(self.encoder.final_layer_norm(x), dropout_p)
@@ -107,29 +116,6 @@ class EarnBackbone(ExtendedT5):
     def infer(self, batch: HistoryBatch) -> History:
         """Return the states of `encode`; no packed encoder handles registers."""
         return self.encode(batch)
-
-
-def run_at_positions(
-    block: Block, x: Tensor, positions: Tensor, bias: Tensor, dropout_p: float
-) -> Tensor:
-    """Return the outputs (B, 2, D) of a block at two positions per request.
-
-    Outputs at other positions are not needed, so they are not computed.
-
-    Args:
-        block: A block of the encoder.
-        x: (B, S, D) inputs of the block.
-        positions: (B, 2) positions.
-        bias: (B, H, 2, S) attention bias from the positions to all positions.
-        dropout_p: Probability of dropout.
-    """
-    index = positions.unsqueeze(-1)
-    normed = block.get_norm(0)(x)
-    (q,) = block.attention.project(normed.take_along_dim(index, 1), "q")
-    k, v = block.attention.project(normed, "kv")
-    attended = block.attention.attend(q, k, v, bias, dropout_p)
-    x = x.take_along_dim(index, 1) + dropout(attended, dropout_p)
-    return x + dropout(block.feedforward(block.get_norm(-1)(x), dropout_p), dropout_p)
 
 
 class Earn(Joint):
@@ -146,5 +132,4 @@ class Earn(Joint):
         """Return TIGER's decoder on an encoder with registers."""
         source = require(teacher, Tiger).backbone
         backbone = EarnBackbone(source, config.register_layer)
-        decoder = T5Decoder(backbone.tokens, backbone.sizes, backbone.embedding)
-        return backbone, decoder
+        return backbone, T5Decoder(backbone)

@@ -102,14 +102,10 @@ class NezhaDecoder(Decoder):
     """A linear head per level over root + h_i, and the cell that updates the root."""
 
     def __init__(self, backbone: Backbone) -> None:
-        super().__init__()
-        self.tokens = backbone.tokens
-        self.hidden_width = backbone.embedding.embedding_dim
-        self._embedding = (backbone.embedding,)  # in a tuple: no submodule
-        self.heads = nn.ModuleList(
-            nn.Linear(self.hidden_width, size) for size in self.tokens.sizes
-        )
-        self.transition = nn.GRUCell(self.hidden_width, self.hidden_width)
+        super().__init__(backbone)
+        width = self.embedding.embedding_dim
+        self.heads = nn.ModuleList(nn.Linear(width, size) for size in self.tokens.sizes)
+        self.transition = nn.GRUCell(width, width)
 
     def update_root(self, root: Tensor, level: int, codes: Tensor) -> Tensor:
         """Return the root (..., D) after a code.
@@ -119,7 +115,7 @@ class NezhaDecoder(Decoder):
             level: Level of the code.
             codes: (...) chosen codes.
         """
-        embedded = self._embedding[0](codes + self.tokens.first[level])
+        embedded = self.embedding(codes + self.tokens.first[level])
         updated = self.transition(embedded.flatten(0, -2), root.flatten(0, -2))
         return cast(Tensor, updated).view(root.shape)
 

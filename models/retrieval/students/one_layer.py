@@ -46,9 +46,8 @@ class OneLayer(Student):
         """Return a decoder with one layer of the teacher's sizes."""
         backbone = require(teacher.backbone, T5Backbone)
         return T5Decoder(
-            backbone.tokens,
+            backbone,
             replace(backbone.sizes, num_decoder_layers=1),
-            backbone.embedding,
             self_attention=config.self_attention,
             cross_attention=config.cross_attention,
             codebook_logits=config.logits == "codebook",

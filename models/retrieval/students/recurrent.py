@@ -168,11 +168,9 @@ class RecurrentDecoder(Decoder):
             make_mixer: Returns the mixer of one block for a width N.
             ffn_width: Inner width of each block's SwiGLU; 0 for none.
         """
-        super().__init__()
-        self.tokens, self.first_level = backbone.tokens, config.m
-        self._embedding = (backbone.embedding,)  # in a tuple: no submodule
-        dim = backbone.embedding.embedding_dim
-        width = self.hidden_width = config.width or dim
+        super().__init__(backbone, config.m)
+        dim = self.embedding.embedding_dim
+        width = config.width or dim
         self.start = nn.Parameter(torch.randn(dim))
         self.enter = nn.Linear(dim, width) if config.width else nn.Identity()
         self.blocks: Any = nn.ModuleList(
@@ -193,7 +191,7 @@ class RecurrentDecoder(Decoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings (..., D) of `tokens` (...)."""
-        return functional.embedding(tokens, self._embedding[0].weight)
+        return functional.embedding(tokens, self.embedding.weight)
 
     def read(self, history: History, prefix: Tensor) -> tuple[Tensor, list[MixerState]]:
         """Read a history, the start token and a prefix.

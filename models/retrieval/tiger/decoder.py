@@ -23,7 +23,8 @@ from models.cpu import kernels
 from models.cpu.derived import cache_until_changed
 from models.cpu.matmul import PackedLinear
 from models.layers.t5 import Stack, T5Sizes
-from models.retrieval.parts import Decoder, History, SidTokens
+from models.retrieval.parts import Decoder, History
+from models.retrieval.tiger.encoder import T5Backbone
 
 
 class T5Decoder(Decoder):
@@ -31,9 +32,8 @@ class T5Decoder(Decoder):
 
     def __init__(
         self,
-        tokens: SidTokens,
-        sizes: T5Sizes,
-        embedding: nn.Embedding,
+        backbone: T5Backbone,
+        sizes: T5Sizes | None = None,
         *,
         self_attention: bool = True,
         cross_attention: bool = True,
@@ -44,9 +44,8 @@ class T5Decoder(Decoder):
         """Build the decoder.
 
         Args:
-            tokens: Tokens of the semantic IDs.
-            sizes: Sizes of T5.
-            embedding: Token embeddings of the backbone.
+            backbone: Encoder of T5.
+            sizes: Sizes of T5; None for the encoder's.
             self_attention: Whether blocks attend to the prefix.
             cross_attention: Whether blocks attend to the history.
             codebook_logits: Whether the logits of a level cover its codes; otherwise
@@ -56,19 +55,11 @@ class T5Decoder(Decoder):
                 does.
             first_level: First level that the decoder predicts.
         """
-        super().__init__()
-        self.tokens, self.first_level = tokens, first_level
-        self.stack = Stack(sizes, decoder=True)
+        super().__init__(backbone, first_level)
+        self.stack = Stack(sizes or backbone.sizes, decoder=True)
         for block in self.stack.blocks:
             block.drop(not self_attention, not cross_attention)
         self.codebook_logits, self.codebook_scores = codebook_logits, codebook_scores
-        self.hidden_width = sizes.d_model
-        self._embedding = (embedding,)  # in a tuple: no submodule
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """Token embeddings of the backbone."""
-        return self._embedding[0]
 
     def span(self, level: int) -> tuple[int, int]:
         """Return the first token and the number of tokens of a level's logits.
@@ -105,23 +96,9 @@ class T5Decoder(Decoder):
             logits.append(functional.linear(x, weight))
         return logits
 
-    def packed_decoder(self) -> PackedDecoder:
-        """Return the packed weights, cached until the weights change."""
-        return cache_until_changed(
-            self,
-            "packed_decoder",
-            lambda: PackedDecoder(self.embedding, self.stack),
-            self.embedding,
-        )
-
     def scorer(self, history: History) -> SharedKV:
         """Return a scorer whose beams share keys and values of cross-attention."""
-        return SharedKV(
-            self.packed_decoder(),
-            history,
-            self.tokens,
-            vocabulary=not self.codebook_scores,
-        )
+        return SharedKV(self, history)
 
 
 class PackedDecoder:
@@ -130,71 +107,62 @@ class PackedDecoder:
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, stack: Stack) -> None:
         """Pack the weights; `embedding` is the token embedding and the output layer."""
-        self.embedding, self.stack = embedding, stack
+        self.embedding = embedding
         sizes, blocks = stack.sizes, stack.blocks
         self.normalize = stack.final_layer_norm.normalize
         self.heads = sizes.num_heads
         self.has_attention = blocks[0].has_attention
         self.has_cross_attention = blocks[0].has_cross_attention
+        # per block: queries, keys with values, and outputs of self-attention
         self.q: list[PackedLinear] = []
         self.kv: list[PackedLinear] = []
         self.o: list[PackedLinear] = []
-        for block in blocks if self.has_attention else []:
-            attention, norm = block.attention, block.get_norm(0).weight
-            self.q.append(PackedLinear(attention.q.weight * norm))
-            kv = torch.cat([attention.k.weight, attention.v.weight])
-            self.kv.append(PackedLinear(kv * norm))
-            self.o.append(PackedLinear(attention.o.weight))
-        if self.has_attention:
-            # (V, ...): queries, keys and values of every token in block 0
-            token = self.normalize(embedding.weight)
-            self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)
-        self.wi = [
-            PackedLinear(block.feedforward.wi.weight * block.get_norm(-1).weight)
-            for block in blocks
-        ]
-        self.wo = [PackedLinear(block.feedforward.wo.weight) for block in blocks]
-        scale = stack.final_layer_norm.weight * sizes.d_model**-0.5
-        self.logits = PackedLinear(embedding.weight * scale)
         # (H * D, D) per block: projections to keys and values of the history, with the
         # projections of q and o folded in
         self.keys: list[PackedLinear] = []
         self.values: list[PackedLinear] = []
-        for block in blocks if self.has_cross_attention else []:
-            cross, heads = block.cross_attention, (self.heads, -1)
-            norm = block.get_norm(1).weight
-            q = cross.q.weight.unflatten(0, heads) * norm  # (H, K, D)
-            k = cross.k.weight.unflatten(0, heads)
-            v = cross.v.weight.unflatten(0, heads)
-            o = cross.o.weight.unflatten(1, heads)  # (D, H, K)
-            keys = torch.einsum("hkd,hke->hde", q, k).flatten(0, 1)
-            values = torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)
-            self.keys.append(PackedLinear(keys))
-            self.values.append(PackedLinear(values))
+        self.wi: list[PackedLinear] = []
+        self.wo: list[PackedLinear] = []
+        for block in blocks:
+            if self.has_attention:
+                attention, norm = block.attention, block.get_norm(0).weight
+                self.q.append(PackedLinear(attention.q.weight * norm))
+                kv = torch.cat([attention.k.weight, attention.v.weight])
+                self.kv.append(PackedLinear(kv * norm))
+                self.o.append(PackedLinear(attention.o.weight))
+            if self.has_cross_attention:
+                cross, heads = block.cross_attention, (self.heads, -1)
+                norm = block.get_norm(1).weight
+                q = cross.q.weight.unflatten(0, heads) * norm  # (H, K, D)
+                k = cross.k.weight.unflatten(0, heads)
+                v = cross.v.weight.unflatten(0, heads)
+                o = cross.o.weight.unflatten(1, heads)  # (D, H, K)
+                keys = torch.einsum("hkd,hke->hde", q, k).flatten(0, 1)
+                values = torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)
+                self.keys.append(PackedLinear(keys))
+                self.values.append(PackedLinear(values))
+            inner, norm = block.feedforward, block.get_norm(-1).weight
+            self.wi.append(PackedLinear(inner.wi.weight * norm))
+            self.wo.append(PackedLinear(inner.wo.weight))
+        if self.has_attention:
+            # (V, ...): queries, keys and values of every token in block 0
+            token = self.normalize(embedding.weight)
+            self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)
+        scale = stack.final_layer_norm.weight * sizes.d_model**-0.5
+        self.logits = PackedLinear(embedding.weight * scale)
 
 
 class SharedKV:
     """A `Scorer` of T5 whose beams share keys and values of cross-attention."""
 
-    def __init__(
-        self,
-        decoder: PackedDecoder,
-        history: History,
-        tokens: SidTokens,
-        vocabulary: bool = True,
-    ) -> None:
-        """Start a search.
-
-        Args:
-            decoder: Decoder with packed weights.
-            history: Histories of B users.
-            tokens: Tokens of the semantic IDs.
-            vocabulary: Whether log-probabilities are normalised over the vocabulary;
-                otherwise over each level's codes.
-        """
-        self.decoder = decoder
-        self.tokens = tokens
-        self.vocabulary = vocabulary
+    def __init__(self, model: T5Decoder, history: History) -> None:
+        self.decoder = decoder = cache_until_changed(
+            model,
+            "packed_decoder",
+            lambda: PackedDecoder(model.embedding, model.stack),
+            model.embedding,
+        )
+        self.tokens, self.codebook_scores = model.tokens, model.codebook_scores
         self.padding = history.padding
         self.batch, self.device = len(history.states), history.states.device
         # per block: keys and values (B, H * S, D) of the history
@@ -206,7 +174,7 @@ class SharedKV:
             for keys, values in zip(decoder.keys, decoder.values, strict=True)
         ]
         if decoder.has_attention:
-            self.bias = decoder.stack.position_bias(tokens.levels)[0]  # (H, L, L)
+            self.bias = model.stack.position_bias(self.tokens.levels)[0]  # (H, L, L)
         # per block and level: keys and values (n, 2 * H * K) of the level's codes
         self.codes: list[list[Tensor]] = [[] for _ in decoder.wi]
         # per level (N,): row of each beam's ancestor among the rows of that level
@@ -263,7 +231,7 @@ class SharedKV:
             x = decoder.wo[block](inner, add=x)
         logits = decoder.logits(decoder.normalize(x))  # (N, V)
         codebook = self.tokens.first[level], self.tokens.sizes[level]
-        if not self.vocabulary:
+        if self.codebook_scores:
             log_probs = logits.narrow(1, *codebook).float().log_softmax(1)
         elif kernels.ready(logits):
             log_probs = kernels.log_softmax_part(logits, *codebook)

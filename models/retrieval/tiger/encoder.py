@@ -82,9 +82,8 @@ class PackedEncoder:
         num_chunks = math.ceil(len(packed) / MAX_CHUNK_TOKENS)
         # chunks of whole requests with about equal numbers of tokens
         chunk = offsets[:-1] * num_chunks // len(packed)  # (B,)
-        requests_per_chunk = torch.bincount(chunk)
-        requests_per_chunk = requests_per_chunk[requests_per_chunk > 0]
-        edges = functional.pad(requests_per_chunk.cumsum(0), (1, 0)).tolist()
+        starts = 1 + chunk.diff().nonzero().flatten()
+        edges = [0, *starts.tolist(), len(lengths)]
         chunks = []
         for first, last in itertools.pairwise(edges):
             begin = offsets[first : last + 1]

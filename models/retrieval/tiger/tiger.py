@@ -88,9 +88,7 @@ class Tiger(Retriever):
         tokens = SidTokens(catalogue, config.n_user_tokens)
         sizes = config.sizes(tokens.vocabulary)
         backbone = T5Backbone(tokens, sizes, config.max_history)
-        super().__init__(
-            config, catalogue, backbone, T5Decoder(tokens, sizes, backbone.embedding)
-        )
+        super().__init__(config, catalogue, backbone, T5Decoder(backbone))
         self.label_smoothing = config.label_smoothing
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:

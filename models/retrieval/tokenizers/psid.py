@@ -53,19 +53,6 @@ class Psid(Rqkmeans):
         return replace(quantized, codes=codes, measures=measures)
 
 
-def _nearest_first(
-    residuals: np.ndarray, codebook: np.ndarray, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the `width` nearest centroids of each residual, nearest first."""
-    squares = (
-        (codebook**2).sum(1)
-        - 2 * residuals @ codebook.T
-        + (residuals**2).sum(1, keepdims=True)
-    )  # (P, K)
-    codes = np.argsort(squares, axis=1, kind="stable")[:, :width]
-    return codes, np.sqrt(np.maximum(np.take_along_axis(squares, codes, axis=1), 0.0))
-
-
 def exhaustive_candidates(
     vector: np.ndarray, codebooks: np.ndarray, width: int
 ) -> np.ndarray:
@@ -83,11 +70,17 @@ def exhaustive_candidates(
     codes = np.empty((1, 0), dtype=np.int64)
     residuals, cost = vector[None], np.zeros(1)
     for codebook in codebooks:
-        chosen, distances = _nearest_first(residuals, codebook, width)  # (P, width)
-        fan = chosen.shape[1]
-        codes = np.column_stack([np.repeat(codes, fan, axis=0), chosen.reshape(-1)])
-        residuals = np.repeat(residuals, fan, axis=0) - codebook[chosen.reshape(-1)]
-        cost = np.repeat(cost, fan) + distances.reshape(-1)
+        squares = (
+            (codebook**2).sum(1)
+            - 2 * residuals @ codebook.T
+            + (residuals**2).sum(1, keepdims=True)
+        )  # (P, K)
+        nearest = np.argsort(squares, axis=1, kind="stable")[:, :width]
+        distances = np.take_along_axis(squares, nearest, axis=1)
+        fan, chosen = nearest.shape[1], nearest.reshape(-1)
+        codes = np.column_stack([np.repeat(codes, fan, axis=0), chosen])
+        residuals = np.repeat(residuals, fan, axis=0) - codebook[chosen]
+        cost = np.repeat(cost, fan) + np.sqrt(np.maximum(distances, 0)).reshape(-1)
     return codes[np.argsort(cost, kind="stable")]
 
 
@@ -108,7 +101,7 @@ def assign_unique_codes(quantized: Quantized, width: int = WIDTH) -> np.ndarray:
     distances = np.linalg.norm(vectors - chosen.sum(1), axis=1)
     groups = collision_groups(codes)
     # the closest item of a group keeps the codes; of equally close items the first
-    order = np.lexsort((np.arange(len(codes)), distances, groups))
+    order = np.lexsort((distances, groups))
     _, first_of_group = np.unique(groups[order], return_index=True)
     keeps_codes = np.zeros(len(codes), dtype=bool)
     keeps_codes[order[first_of_group]] = True

@@ -94,16 +94,12 @@ def quantize_vectors(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor
     Returns:
         Codes (N, C), and the quantised vectors (N, D), which are sums of centroids.
     """
-    all_codes, quantized = [], []
-    for rows in vectors.split(BLOCK_ROWS):
-        residual, codes = rows, []
-        for codebook in codebooks:
-            code, _ = nearest_centres(residual, codebook)
-            residual = residual - codebook[code]
-            codes.append(code)
-        all_codes.append(torch.stack(codes, 1))
-        quantized.append(rows - residual)
-    return torch.cat(all_codes), torch.cat(quantized)
+    residual, codes = vectors, []
+    for codebook in codebooks:
+        code, _ = nearest_centres(residual, codebook)
+        residual = residual - codebook[code]
+        codes.append(code)
+    return torch.stack(codes, 1), vectors - residual
 
 
 def kmeans(points: Tensor, k: int, seed: int, iterations: int = 100) -> Tensor:

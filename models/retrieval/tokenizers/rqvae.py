@@ -107,15 +107,6 @@ class Rqvae(nn.Module):
         """Return the latents (N, D) of all items, computed in chunks."""
         return torch.cat([self.encoder(rows) for rows in embeddings.split(CHUNK_ROWS)])
 
-    def initialise_codebooks(self, embeddings: Tensor) -> None:
-        """Initialise the codebooks by k-means of the residuals (TIGER, Sec. 3.1)."""
-        residual = self.latents(embeddings)
-        for codebook in self.codebooks.data:
-            centres = kmeans(residual, self.config.codebook_size, self.config.seed)
-            codebook.copy_(centres)  # (K, D), keeps the layout of the codebook
-            code, _ = nearest_centres(residual, centres)
-            residual = residual - centres[code]
-
     @torch.no_grad()
     def restart_dead_codes(
         self,
@@ -193,7 +184,12 @@ class RqvaeTokenizer(Tokenizer):
             torch.manual_seed(config.seed)
             model = Rqvae(embeddings.shape[1], config)
         model.to(embeddings.device)
-        model.initialise_codebooks(embeddings)
+        residual = model.latents(embeddings)
+        for codebook in model.codebooks.data:  # TIGER, Sec. 3.1
+            centres = kmeans(residual, config.codebook_size, config.seed)
+            codebook.copy_(centres)  # (K, D), keeps the layout of the codebook
+            code, _ = nearest_centres(residual, centres)
+            residual = residual - centres[code]
         layers = [*model.encoder.parameters(), *model.decoder.parameters()]
         optimizer = torch.optim.AdamW(
             [

@@ -75,20 +75,6 @@ def test_positions_attend_to_earlier_context_only(strict, tied):
             torch.testing.assert_close(mixed[row, position], expected)
 
 
-def test_rotary_position_is_the_number_of_earlier_positions():
-    """Candidates, tied events and the tokens of an event get consistent positions."""
-    earlier = torch.tensor([[0, 1, 1, 3, 4, 3, 0]])
-    rope = Layout.build(earlier, 5, 4, tied=True).rope[:, 0, 0]
-    for left, right in ((5, 3), (6, 0), (2, 1)):
-        torch.testing.assert_close(rope[:, left], rope[:, right])
-
-    pairs = Layout.build(earlier, 5, 4, tied=True, tokens=2)
-    positions = torch.tensor([[0, 1, 2, 3, 2, 3, 6, 7, 8, 9, 6, 0]])
-    torch.testing.assert_close(pairs.rope, compute_rope(positions, 4))
-    assert pairs.earlier.tolist() == [[0, 0, 2, 2, 2, 2, 6, 6, 8, 8, 6, 0]]
-    assert pairs.context_only().earlier.shape == (1, 10)
-
-
 def test_rope_rotates_each_pair_by_its_angle():
     """Channels j and j + 3 are a complex number."""
     positions = torch.tensor([[0, 3, 7]])

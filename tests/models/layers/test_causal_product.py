@@ -132,20 +132,3 @@ def test_bounded_outputs_and_gradients_equal_a_loop_over_queries(
     expected_gradients = torch.autograd.grad(expected, inputs, weight)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient)
-
-
-def test_float64_and_autocast_use_the_fused_kernel_and_float32_the_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_TiledAttention", None)
-    q = torch.randn(1, 2, 6, 4)
-    double = q.double()
-    torch.testing.assert_close(
-        causal_product(double, double, double), attend_causally(double, double, double)
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = causal_product(q, q, q).float()
-        expected = attend_causally(q, q, q)
-        torch.testing.assert_close(mixed, expected, rtol=0.05, atol=0.05)
-    with pytest.raises(AttributeError):
-        causal_product(q, q, q)

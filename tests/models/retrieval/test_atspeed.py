@@ -83,9 +83,7 @@ def build_decoder(codebook: bool) -> tuple[Retriever, T5Decoder]:
     torch.manual_seed(0)
     tiger = build_teacher(0)
     decoder = T5Decoder(
-        tiger.tokens,
-        tiger.backbone.sizes,
-        tiger.backbone.embedding,
+        tiger.backbone,
         codebook_logits=codebook,
         codebook_scores=codebook,
     )

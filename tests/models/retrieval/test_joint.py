@@ -12,11 +12,6 @@ from models.layers.t5 import _bucket
 from models.loaded_model import build_model
 from models.retrieval.students.earn import EarnBackbone
 from models.retrieval.students.joint import Joint
-from models.training.optimizers import (
-    group_parameters,
-    make_optimizer,
-    set_learning_rate,
-)
 from tests.fixtures.small_retrieval import (
     SIZES,
     TEACHER,
@@ -167,28 +162,3 @@ def test_codes_of_nezha_are_read_from_a_root_that_a_gru_updates() -> None:
             )
             token = model.tokens.first[level] + codes[row, level]
             root = step_gru(model.decoder.transition, embedding[token], root)
-
-
-def test_parameters_are_grouped_by_the_factor_of_their_part() -> None:
-    rates = {"head": 1, "embedding": 100, "transition": 10}
-    model = build_untaught("nezha", rates=rates)
-    names = {id(p): name for name, p in model.named_parameters()}
-
-    groups = group_parameters(model, model.lr_multipliers())
-
-    by_factor = {
-        factor: {names[id(p)] for p in parameters}
-        for (factor, _), parameters in groups.items()
-    }
-    assert set(by_factor) == {1.0, 10.0, 100.0}
-    assert by_factor[100.0] == {"backbone.embedding.weight", "backbone.extra.weight"}
-    transition = {
-        name for name in names.values() if name.startswith("decoder.transition.")
-    }
-    assert by_factor[10.0] == transition
-    assert "decoder.heads.0.weight" in by_factor[1.0]
-    assert "backbone.encoder.final_layer_norm.weight" in by_factor[1.0]
-    assert sum(map(len, by_factor.values())) == len(names)
-    optimizer, factors = make_optimizer(model, "adamw", 0.0, model.lr_multipliers())
-    set_learning_rate(optimizer, factors, 0.5)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.5, 5.0, 50.0}

@@ -158,27 +158,6 @@ def test_each_task_is_an_instruction_and_its_response(
             assert f"this item : {codes} ?" in prompt_text
 
 
-def test_training_without_titles_has_the_next_item_task_alone(
-    small: tuple[str, str],
-) -> None:
-    setup = build_training(TRAINED_SIZES, FitConfig(batch_size=8), Inputs(*small))
-    assert setup.config.tasks == ["next"]
-    assert setup.messages[0].startswith("tasks: next; other")
-    assert set(setup.model(next(first_epoch(setup)))) == {"loss"}
-
-
-def test_the_vocabulary_has_frequent_title_words_and_all_instruction_words() -> None:
-    titles = ["Blue hose", "blue BOLT", "hose-clamp", "hose"]
-    words = Words(titles, 2)
-    number = words.number
-    assert words.encode("Hose, blue") == [number["hose"], number[","], number["blue"]]
-    assert words.encode("bolt") == [0]
-    assert Words(reversed(titles), 2).number == number
-    for text in (TEMPLATE, *INSTRUCTIONS.values()):
-        for word in text.lower().replace("{}", "").split():
-            assert 0 not in words.encode(word)
-
-
 def save_pretrained(folder: Path) -> Any:
     """Save a language model and a tokenizer in the layout of a model hub."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -130,13 +130,3 @@ def test_exposure_equals_a_count_of_shown_items_and_pairs():
             "novelty@10": math.log2(40),
         }
     )
-
-
-def test_a_target_or_a_rank_without_an_item_is_no_hit():
-    items = torch.tensor([[3, -1, -1], [-1, -1, -1], [2, 1, -1]])
-    target = torch.tensor([-1, -1, 1])
-    ranking = rank_target(items, target)
-    assert ranking.rank.tolist() == [20, 20, 1]
-    for metric in find_metrics(RequestMetric):
-        assert metric.values(ranking, 3)[:2].tolist() == [0, 0]
-        assert metric.values(ranking, 3)[2] > 0

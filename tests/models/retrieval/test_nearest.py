@@ -28,7 +28,7 @@ def build(name: str, **config: Any) -> Any:
 def test_nearest_items_have_the_highest_cosines_of_item_vectors(
     name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.retrieval.search.nearest.ITEMS_PER_BLOCK", 7)
+    monkeypatch.setattr("models.retrieval.model.ITEMS_PER_BLOCK", 7)
     model = build(name, **config)
     vectors = model.item_vectors().detach().double().numpy()
     norm = np.linalg.norm(vectors, axis=1)

@@ -175,39 +175,6 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
     assert total["tokens"].item() == is_real.sum().item()
 
 
-def build_stage_2(**options: object) -> tuple[SidMlpPp, Tiger]:
-    """Return a model of stage 2 and its teacher."""
-    torch.manual_seed(0)
-    config = SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **options})
-    model = SidMlpPp(config, build_catalogue())
-    teacher = build_teacher()
-    model.set_teacher(teacher)
-    return model, teacher
-
-
-def test_stage_2_learns_the_logits_that_the_teacher_has_after_its_encoder():
-    """The KL is 0 exactly where the student's logits are those of the whole teacher."""
-    model, teacher = build_stage_2(alpha=1.0)
-    batch = make_requests([3, 5, 1, 2])
-    codes = build_catalogue().sids[batch.target]
-    vocabulary_logits = teacher.decoder.teacher_forced(teacher.encode(batch), codes)
-    model.eval()
-    history = model.encode(batch)
-
-    teacher_logits = model.teacher_logits(batch, history)
-    loss = model(batch)["loss"]
-
-    student_logits = model.decoder.teacher_forced(history, codes)
-    expected = torch.zeros(())
-    for level in range(3):
-        first_token = model.tokens.first[level]
-        logits = vocabulary_logits[level].narrow(-1, first_token, 8)
-        torch.testing.assert_close(teacher_logits[level], logits)
-        p, log_q = logits.softmax(-1), student_logits[level].log_softmax(-1)
-        expected = expected + (p * (p.log() - log_q)).sum(-1).mean()
-    torch.testing.assert_close(loss, expected)
-
-
 @pytest.fixture(scope="module")
 def trained(trained_tiger: TrainedTiger) -> SimpleNamespace:
     """Both stages, trained from the teacher for a few epochs."""

@@ -7,23 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from core.schemas import Inputs
 from models.dataset.dataset import Dataset
-from models.retrieval.data import RequestBatch
-from models.retrieval.distillation.teacher_cache import CachedStates
-from models.retrieval.parts import History
 from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import Report, fit
 from models.training_run import TrainingRun
-from tests.fixtures.batches import fill_batch
 from tests.fixtures.commands import load_split
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
@@ -223,50 +216,3 @@ def test_trainings_with_equal_teacher_outputs_share_tables(
     assert table_kinds(tmp_path) == ["decoder", "encoder"]
     distillation.build(tmp_path, name="sid_mlp_pp", encoder=distillation.stage_1)
     assert table_kinds(tmp_path) == ["decoder", "encoder", "encoder"]
-
-
-def pad_cached(
-    states: CachedStates, numbers: list[int], target: int = 0
-) -> History | None:
-    """Return the cached states of requests with these numbers and one target."""
-    batch = fill_batch(
-        RequestBatch,
-        {},
-        request=torch.tensor(numbers),
-        target=torch.full((len(numbers),), target),
-    )
-    return states.pad_states(batch)
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.data())
-def test_states_of_any_requests_are_read_in_any_order_and_padded(
-    lengths: list[int], data: st.DataObject
-) -> None:
-    """The result is None if a request is not cached or has no target."""
-    count = len(lengths)
-    numbers = data.draw(st.permutations([3 * i + 2 for i in range(count)]))
-    values = np.arange(4 * sum(lengths), dtype=np.float16).reshape(-1, 4)
-    rows = np.split(values, np.cumsum(lengths)[:-1])
-    states_by_number = dict(zip(numbers, rows, strict=True))
-    cached = CachedStates(np.array(numbers), np.array(lengths), values)
-    requests = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6))
-    request_lengths = [len(states_by_number[number]) for number in requests]
-    longest = max(request_lengths)
-
-    history = pad_cached(cached, requests)
-
-    assert history is not None
-    assert history.states.shape == (len(requests), longest, 4)
-    padding = history.padding
-    assert (padding is None) == (set(request_lengths) == {longest})
-    for row, number in enumerate(requests):
-        length = request_lengths[row]
-        expected = states_by_number[number].astype(np.float32)
-        assert history.states[row, :length].numpy().tolist() == expected.tolist()
-        assert (history.states[row, length:] == 0).all()
-        if padding is not None:
-            is_real = (padding[row, 0, 0] == 0).tolist()
-            assert is_real == [i < length for i in range(longest)]
-    for missing in (0, 1, 3 * count + 2):
-        assert pad_cached(cached, [*requests, missing]) is None
-    assert pad_cached(cached, requests, target=-1) is None

@@ -21,11 +21,9 @@ from core.errors import UserError
 from pipelines.encode import texts as embed
 from pipelines.encode.config import EmbedConfig
 from pipelines.encode.texts import (
-    embed_ranges,
     encode_texts,
     encoder_version,
     fit_pca,
-    fit_tfidf,
     item_texts,
 )
 
@@ -155,42 +153,6 @@ def test_items_without_text_are_empty_strings_and_reported_or_refused() -> None:
         item_texts(table, EmbedConfig(empty="error"))
     with pytest.raises(UserError, match=r"2 of 2 items have no text in title, brand"):
         item_texts(table[1:], EmbedConfig())
-
-
-def test_equal_texts_are_reported_without_a_warning_of_numpy(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    table = build_items(text_title=["the same text"] * 9)
-    lines: list[str] = []
-
-    texts = item_texts(table, EmbedConfig(), lines.append)
-    fit_tfidf(texts, 4)
-
-    (line,) = lines
-    assert "all 9 items have the same text" in line
-    assert not recwarn.list
-
-
-def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_yielded_in_ranges(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    texts = TEXTS * 3
-    (unsampled,) = embed_ranges(texts, "tfidf", EmbedConfig(svd=9), str)
-    monkeypatch.setattr(embed, "MAX_FIT_TEXTS", 100)
-    monkeypatch.setattr(embed, "ITEMS_PER_RANGE", 50)
-
-    ranges = list(embed_ranges(texts, "tfidf", EmbedConfig(svd=9), str))
-
-    assert [len(vectors) for vectors in ranges] == [50, 50, 26]
-    sampled = np.concatenate(ranges)
-    repeated = np.concatenate(
-        list(embed_ranges(texts, "tfidf", EmbedConfig(svd=9), str))
-    )
-    np.testing.assert_array_equal(sampled, repeated)
-    cosine_change = sampled @ sampled.T - unsampled @ unsampled.T
-    assert abs(cosine_change).max() < 0.1
-    # Equal texts of two ranges get equal vectors.
-    assert sampled[0] @ sampled[len(TEXTS)] == pytest.approx(1)
 
 
 def test_pca_whitens_and_can_be_repeated() -> None:

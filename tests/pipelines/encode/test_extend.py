@@ -17,32 +17,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import UserError
-from core.options import NamedConfig
-from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
-from models.retrieval.tokenizers.psid import Psid, extend_codes
-from models.retrieval.tokenizers.rqkmeans import Rqkmeans
-from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
-from models.retrieval.tokenizers.tokenizer import Published
-from pipelines.encode.config import EmbedConfig
+from models.retrieval.tokenizers.psid import extend_codes
+from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.extend import extend
-from pipelines.encode.precomputed import read_precomputed
-from pipelines.encode.texts import EmbeddingSource
-from pipelines.encode.tokenize import TokenizerPaths, read_codes, tokenize
+from pipelines.encode.tokenize import read_codes, tokenize
 from tests.fixtures.commands import read_table
 from tests.fixtures.item_tables import append_items, read_vectors, write_items
 
 COUNT = 60
 KINDS = ["drill", "hose", "lamp"]
 COLOURS = ["red", "green", "blue", "black", "white"]
-KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=4))
+KMEANS = {"name": "rqkmeans", "levels": 2, "codebook_size": 4}
 TOKENIZERS = {
     "rqkmeans": KMEANS,
-    "psid": Psid(RqkmeansConfig(levels=2, codebook_size=16)),
-    "rqvae": RqvaeTokenizer(
-        RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5)
-    ),
+    "psid": {"name": "psid", "levels": 2, "codebook_size": 16},
+    "rqvae": {
+        "name": "rqvae",
+        "levels": 2,
+        "codebook_size": 8,
+        "latent": 4,
+        "hidden": [8],
+        "epochs": 5,
+    },
 }
-SOURCE = EmbeddingSource("tfidf", 6, EmbedConfig())
+
+
+def build_config(folder: Path, output: str = "sids", **options: Any) -> TokenizeConfig:
+    """Return the options of SIDs of the items in a folder, by default of TF-IDF."""
+    defaults = {"tokenizer": KMEANS, "encoder": "tfidf", "pca": 6}
+    return TokenizeConfig(
+        tables=str(folder), output=str(folder / output), **{**defaults, **options}
+    )
 
 
 def build_titles(count: int) -> list[str]:
@@ -57,18 +62,18 @@ def build_titles(count: int) -> list[str]:
 def test_old_codes_stay_and_new_items_get_free_ones(
     ray_local: None, tmp_path: Path, name: str
 ) -> None:
-    config, sids = TOKENIZERS[name], str(tmp_path / "sids")
+    sids, tokenizer = str(tmp_path / "sids"), TOKENIZERS[name]
     items = write_items(tmp_path / "items", build_titles(COUNT))
-    paths = TokenizerPaths(items, sids)
-    old_sids, old_trie, _ = tokenize(paths, config, SOURCE)
+    config = build_config(tmp_path, tokenizer=tokenizer)
+    old_sids, old_trie, _ = tokenize(config)
     old_codes = read_codes(old_sids)
     old_vectors = read_vectors(f"{sids}/embeddings")
     items = append_items(items, build_titles(COUNT + 20))
 
-    other_paths = TokenizerPaths(items, str(tmp_path / "other"))
-    elsewhere, *_ = extend(other_paths, sids, config, SOURCE)
-    paths = replace(paths, items=items)
-    extended, trie, was_written = extend(paths, sids, config, SOURCE)
+    other = build_config(tmp_path, "other", tokenizer=tokenizer, extend=sids)
+    elsewhere, *_ = extend(other)
+    in_place = replace(config, extend=sids)
+    extended, trie, was_written = extend(in_place)
 
     assert was_written
     assert extended.hash == elsewhere.hash
@@ -82,13 +87,12 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     assert extended.extends == [old_sids.hash]
     assert trie.extends == [old_trie.hash]
     assert trie.info.items == COUNT + 20
-    assert extend(paths, sids, config, SOURCE)[2] is False
-    assert tokenize(paths, config, SOURCE)[2] is False
+    assert extend(in_place)[2] is False
+    assert tokenize(config)[2] is False
 
     # A new item with the text of an old one gets its vector.
-    items = append_items(items, [*build_titles(COUNT + 20), build_titles(1)[0]])
-    paths = replace(paths, items=items)
-    extended, *_ = extend(paths, sids, config, SOURCE)
+    append_items(items, [*build_titles(COUNT + 20), build_titles(1)[0]])
+    extended, *_ = extend(in_place)
     last_vector = read_vectors(f"{sids}/embeddings")[-1]
     np.testing.assert_allclose(last_vector, old_vectors[0], atol=1e-4)
     assert len(extended.extends) == 2
@@ -108,71 +112,59 @@ def test_precomputed_embeddings_of_new_items_are_added(
     draw = np.random.default_rng(0)
     vectors = scale * draw.standard_normal((COUNT + 20, 8)).astype(np.float32)
 
-    def build_source(rows: list[int], vectors: np.ndarray = vectors) -> EmbeddingSource:
-        """Write the vectors of some items to a file, and read them from there."""
+    def build_own(rows: list[int], vectors: np.ndarray = vectors) -> TokenizeConfig:
+        """Write the vectors of some items to a file; return the options to read it."""
         file = str(tmp_path / "own.parquet")
         item_ids = [f"i{row:04d}" for row in rows]
         pq.write_table(
             pa.table({"id": item_ids, "vector": vectors[rows].tolist()}), file
         )
-        precomputed = read_precomputed(file, "id")
-        return EmbeddingSource("minilm", width, EmbedConfig(), precomputed)
+        return build_config(tmp_path, embeddings=file, id="id", pca=width, extend=sids)
 
     every_row = [*range(COUNT + 20)]
     items = write_items(tmp_path / "items", build_titles(COUNT))
-    paths = TokenizerPaths(items, sids)
     # the last item has no vector
-    old_sids, _, _ = tokenize(paths, KMEANS, build_source([*range(COUNT - 1)]))
+    old_sids, _, _ = tokenize(build_own([*range(COUNT - 1)]))
     old_codes = read_codes(old_sids)
     old_vectors = read_vectors(f"{sids}/embeddings")
-    items = append_items(items, build_titles(COUNT + 20))
-    paths = replace(paths, items=items)
+    append_items(items, build_titles(COUNT + 20))
 
-    changed_vectors = build_source(every_row, vectors[::-1])
-    with pytest.raises(
-        UserError,
-        match=r"own.parquet of items of .* have changed",
-    ):
-        extend(paths, sids, KMEANS, changed_vectors)
-    missing_vector = build_source(every_row[1:])
-    with pytest.raises(UserError, match=r"own.parquet of items of .* have changed"):
-        extend(paths, sids, KMEANS, missing_vector)
+    with pytest.raises(UserError, match=r"items of .* have changed"):
+        extend(build_own(every_row, vectors[::-1]))
+    with pytest.raises(UserError, match=r"items of .* have changed"):
+        extend(build_own(every_row[1:]))
     with pytest.raises(UserError, match="with another encoder"):
-        extend(paths, sids, KMEANS, EmbeddingSource("tfidf", width, EmbedConfig()))
+        extend(build_config(tmp_path, pca=width, extend=sids))
 
-    lines: list[str] = []
-    source = build_source(every_row[::-1])
-    extended, _, was_written = extend(
-        TokenizerPaths(items, f"{sids}/"), sids, KMEANS, source, say=lines.append
-    )
+    config = build_own(every_row[::-1])
+    extended, _, was_written = extend(replace(config, output=f"{sids}/"))
     assert was_written
-    assert lines[-1] == "note: 1 old item had no row before; codes do not change"
     new_vectors = read_vectors(f"{sids}/embeddings")
     np.testing.assert_array_equal(new_vectors[:COUNT], old_vectors)
     np.testing.assert_array_equal(read_codes(extended)[:COUNT], old_codes)
     if width == 0:
         np.testing.assert_array_equal(new_vectors[COUNT:], vectors[COUNT:])
-    assert extend(paths, sids, KMEANS, source)[2] is False
+    assert extend(config)[2] is False
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"tokenizer": Rqkmeans(RqkmeansConfig(levels=3, codebook_size=4))},
+            {"tokenizer": {**KMEANS, "levels": 3}},
             "other options of the token",
         ),
         (
-            {"source": EmbeddingSource("tfidf", 5, EmbedConfig())},
+            {"pca": 5},
             "with another encoder, pca or embed",
         ),
         (
             {"titles": ["another", *build_titles(COUNT)[1:]]},
-            "TF-IDF is fitted, of items of .* have changed",
+            "new embeddings have the width 22",
         ),
         ({"extends": False}, "does not extend the items"),
         (
-            {"tokenizer": Published(NamedConfig())},
+            {"tokenizer": "published", "published": "sids.csv"},
             "no trained codebooks",
         ),
     ],
@@ -182,17 +174,15 @@ def test_an_extension_that_does_not_fit_is_refused(
 ) -> None:
     sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
     items = write_items(tmp_path / "items", titles)
-    paths = TokenizerPaths(items, sids)
-    tokenize(paths, KMEANS, SOURCE)
-    extends = items.ancestry if change.get("extends", True) else ()
-    new_titles = [*change.get("titles", titles), "new"]
-    paths = replace(paths, items=write_items(items.uri, new_titles, extends=extends))
+    tokenize(build_config(tmp_path))
+    options = dict(change)
+    extends = items.ancestry if options.pop("extends", True) else ()
+    new_titles = [*options.pop("titles", titles), "new"]
+    write_items(items.uri, new_titles, extends=extends)
     old_sids = read_table(f"{sids}/sids")
 
     with pytest.raises(UserError, match=message):
-        extend(
-            paths, sids, change.get("tokenizer", KMEANS), change.get("source", SOURCE)
-        )
+        extend(build_config(tmp_path, extend=sids, **options))
 
     assert read_table(f"{sids}/sids") == old_sids
 

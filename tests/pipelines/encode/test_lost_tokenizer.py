@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,9 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import torch
 
-from models.retrieval.tokenizers import rqvae
 from models.retrieval.tokenizers.config import RqvaeConfig
 from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
 from pipelines import faults
@@ -51,35 +48,17 @@ def kill_workers(times: int) -> Iterator[set[int]]:
         thread.join()
 
 
-def test_the_precision_that_a_worker_used_before_has_no_effect() -> None:
-    def train() -> np.ndarray:
-        *_, trained = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
-        assert isinstance(trained, tokenize.TrainedCodes)
-        return trained.codes
-
-    precision = torch.get_float32_matmul_precision()
-    expected = train()
-    # Building some models leaves another precision in the process.
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert np.array_equal(train(), expected)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
 def test_a_training_that_loses_its_worker_restarts(
     ray_local: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rqvae, "REPORT_INTERVAL_S", math.inf)
     expected_lines: list[str] = []
-    expected = train_codes(EMBEDDINGS, RQVAE, expected_lines.append).codes
+    expected, *_ = train_codes(EMBEDDINGS, RQVAE, expected_lines.append)
     # On a cluster the training is a Ray task.
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
     lines: list[str] = []
     with kill_workers(1) as killed:
-        codes = train_codes(EMBEDDINGS, RQVAE, lines.append).codes
+        codes, *_ = train_codes(EMBEDDINGS, RQVAE, lines.append)
 
     assert len(killed) == 1
     assert np.array_equal(codes, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from core.errors import UserError
 from core.tables import Table, read_manifest
 from jobs import cli, tokenize
+from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.precomputed import read_precomputed
-from pipelines.encode.texts import EmbeddingSource, embed_items
+from pipelines.encode.texts import embed_items
 from tests.fixtures.item_tables import read_vectors, write_items
 
 IDS = [f"i{n:04d}" for n in (3, 0, 9, 1, 2)]
@@ -68,22 +70,17 @@ def test_each_item_gets_its_row(
         file = write_parquet(tmp_path, LAYOUTS[layout]), "sku"
     out = str(tmp_path / "out")
     lines: list[str] = []
-    source = EmbeddingSource(precomputed=read_precomputed(*file))
+    config = TokenizeConfig(tables="t", output="s", tokenizer="rqkmeans")
+    precomputed = read_precomputed(*file)
 
-    manifest = embed_items(
-        items,
-        out,
-        source,
-        say=lines.append,
-    )
+    manifest = embed_items(items, out, config, precomputed, lines.append)
 
     np.testing.assert_allclose(read_vectors(out), EXPECTED)
     assert lines == [
-        f"note: 1 of 5 items have no row in {file[0]} and get zeros",
-        f"note: 1 of 5 ids of {file[0]} are not in the items table",
+        f"note: 1 of 5 items have no row in {file[0]}, which has 5 ids, and get zeros",
     ]
-    same_file = EmbeddingSource("tfidf", precomputed=source.precomputed)
-    repeated = embed_items(items, out, same_file, say=lines.append)
+    config = replace(config, encoder="tfidf")
+    repeated = embed_items(items, out, config, precomputed, lines.append)
     assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
 
 

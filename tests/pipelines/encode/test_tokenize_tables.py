@@ -10,32 +10,18 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from core.options import NamedConfig
 from core.schemas import SIDS, TRIE, EmbeddingsInfo, RetrievalInfo
-from core.tables import Table, has_manifest, open_table, read_manifest
+from core.tables import Table, open_table, read_manifest
 from models.retrieval.requests import find_train_items
-from models.retrieval.tokenizers import codes
-from models.retrieval.tokenizers.config import RqkmeansConfig
-from models.retrieval.tokenizers.psid import Psid
-from models.retrieval.tokenizers.rqkmeans import Rqkmeans
-from models.retrieval.tokenizers.tokenizer import (
-    Published,
-    Tokenizer,
-)
-from pipelines.encode.config import EmbedConfig
-from pipelines.encode.texts import EmbeddingSource
-from pipelines.encode.tokenize import (
-    TokenizerPaths,
-    read_codes,
-    tokenize,
-)
+from pipelines.encode.config import TokenizeConfig
+from pipelines.encode.tokenize import read_codes, tokenize
 from tests.fixtures.commands import read_table
 from tests.fixtures.item_tables import read_vectors, write_items
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
-PUBLISHED = Published(NamedConfig())
-KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=8))
+KMEANS = {"name": "rqkmeans", "levels": 2, "codebook_size": 8}
+RQ_OTHER = {**KMEANS, "codebook_size": 5}
 
 
 @pytest.fixture
@@ -50,18 +36,19 @@ def items(tmp_path: Path) -> Table:
 
 
 def tokenize_items(
-    items: Table, output: Path, tokenizer: Tokenizer = KMEANS, **options: Any
+    items: Table, output: Path, tokenizer: Any = KMEANS, **options: Any
 ) -> tuple[Any, Any, bool]:
     """Tokenize items by TF-IDF; return the manifests of `sids` and `trie`, and whether
     a table was written.
     """
-    paths = TokenizerPaths(items, str(output), options.pop("embeddings", ""))
-    source = EmbeddingSource(
-        "tfidf",
-        options.pop("pca_width", 6),
-        options.pop("embed", EmbedConfig()),
+    config = TokenizeConfig(
+        tables=str(Path(items.uri).parent),
+        output=str(output),
+        tokenizer=tokenizer,
+        encoder="tfidf",
+        **{"pca": 6, **options},
     )
-    return tokenize(paths, tokenizer, source, **options)
+    return tokenize(config)
 
 
 def read_change_times(folder: Path) -> dict[str, int]:
@@ -178,11 +165,9 @@ def test_tokenizers_share_embeddings(
     assert first[0].hash == tokenize_items(items, tmp_path / "alone")[0].hash
     assert not (tmp_path / "a/embeddings").exists()
     with pytest.raises(UserError, match="embeddings was made with pca 6, not 5"):
-        tokenize_items(items, tmp_path / "c", embeddings=shared, pca_width=5)
+        tokenize_items(items, tmp_path / "c", embeddings=shared, pca=5)
     assert not (tmp_path / "c/sids").exists()
-    tokenize_items(
-        items, tmp_path / "c", embeddings=shared, pca_width=5, overwrite=True
-    )
+    tokenize_items(items, tmp_path / "c", embeddings=shared, pca=5, overwrite=True)
     assert read_vectors(shared).shape == (COUNT, 5)
 
 
@@ -191,12 +176,12 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
 ) -> None:
     tokenize_items(items, tmp_path / "sids")
     change_times = read_change_times(tmp_path / "sids")
-    psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
+    psid = {"name": "psid", "levels": 3, "codebook_size": 6}
     message = "sids was made with rqkmeans.codebook_size 8, not 5"
     with pytest.raises(UserError, match=message):
         tokenize_items(items, tmp_path / "sids", RQ_OTHER)
     with pytest.raises(UserError, match="embeddings was made with pca 6, not 5"):
-        tokenize_items(items, tmp_path / "sids", pca_width=5)
+        tokenize_items(items, tmp_path / "sids", pca=5)
     assert read_change_times(tmp_path / "sids") == change_times
 
     sids, trie, was_written = tokenize_items(
@@ -216,38 +201,13 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
     assert sids.info.tokenizer == "psid"
 
 
-RQ_OTHER = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=5))
-
-
-def test_items_with_equal_texts_take_two_conflict_codes_or_are_refused(
-    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "items").mkdir()
-    titles = ["one and the same"] * 280 + ["another thing"] * 2
-    items = write_items(tmp_path / "items", titles)
-    options: dict[str, Any] = {"pca_width": 0, "embed": EmbedConfig(svd=2)}
-    lines: list[str] = []
-
-    sids, trie, _ = tokenize_items(items, tmp_path / "two", **options, say=lines.append)
-
-    assert sids.info.codebook_sizes[-2:] == [2, 256]
-    assert trie.rows > 280
-    note = "note: 280 items share their codes, so the conflict code takes two"
-    assert any(line.startswith(note) for line in lines)
-
-    monkeypatch.setattr(codes, "MAX_CONFLICT_LEVELS", 1)
-    with pytest.raises(UserError, match=r"280 items share the codes.*at most 256"):
-        tokenize_items(items, tmp_path / "sids", **options)
-    assert not has_manifest(str(tmp_path / "sids/sids"))
-
-
 def test_published_sids_get_a_conflict_level_only_if_they_collide(
     items: Table, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.index.json"
     table = {f"i{i:04d}": [f"<a_{i % 10}>", f"<b_{i // 10}>"] for i in range(COUNT)}
     path.write_text(json.dumps({**table, "not in the catalogue": ["<a_99>", "<b_3>"]}))
-    arguments: Any = (items, tmp_path / "sids", PUBLISHED)
+    arguments: Any = (items, tmp_path / "sids", "published")
     sids, trie, was_written = tokenize_items(*arguments, published=str(path))
     assert was_written
     assert sids.info.conflict_level is False

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.retrieval.search.beam import beam_search, unconstrained_beam_search
-from models.retrieval.search.trie import Trie
 from tests.fixtures.search_problems import (
     Codes,
     TableScorer,
@@ -92,23 +89,3 @@ def test_a_restricted_search_is_the_search_of_a_trie_of_the_allowed_items(
     num_tuples = math.prod(table.shape[2] for table in scorer.tables)
     ranked = unconstrained_beam_search(scorer, trie, k, num_tuples, edges)
     check_rankings(ranked, scorer, codes, k, num_tuples, allowed)
-
-
-def test_a_tuple_whose_every_bigram_exists_is_not_an_item():
-    """A table of bigrams would admit (0, 0, 1), but no item has these codes."""
-    codes = [(0, 0, 0), (1, 0, 1)]
-    trie = Trie(torch.tensor(codes), (2, 2, 2))
-    tables = [torch.full((1, n, 2), -5.0) for n in (1, 2, 4)]
-    # the model prefers (0, 0, 1)
-    tables[0][0, 0, 0] = -0.1
-    tables[1][0, 0, 0] = -0.1
-    tables[2][0, 0, 1] = -0.1
-
-    items, scores = beam_search(TableScorer(tables), trie, 3, beam=3)
-    assert items.tolist() == [[0, 1, -1]]
-    assert scores[0, 0].item() == pytest.approx(-5.2)
-    assert trie.lookup(torch.tensor([[0, 0, 1]])).tolist() == [-1]
-
-    # unconstrained, the narrow beam ends at a tuple of no item
-    items, _ = unconstrained_beam_search(TableScorer(tables), trie, 1, beam=1)
-    assert items.tolist() == [[-1]]

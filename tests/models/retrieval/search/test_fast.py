@@ -61,18 +61,6 @@ def test_paths_agree_on_any_trie(catalogue, scores, k, beam, seed):
     check_paths_agree(model, batch, k, beam, scores)
 
 
-@pytest.fixture(scope="module")
-def large_student() -> SidMlp:
-    """A student of 6000 items."""
-    return build_student(draw_published_codes(6000), SIZES)
-
-
-@pytest.mark.parametrize("scores", ["children", "codebook"])
-@pytest.mark.parametrize(("k", "beam"), [(10, 1), (10, 10), (50, 50), (70, 20)])
-def test_paths_agree_on_a_catalogue_of_realistic_shape(large_student, scores, k, beam):
-    check_paths_agree(large_student, make_requests(40, 6000), k, beam, scores)
-
-
 @pytest.mark.parametrize("scores", ["children", "codebook"])
 def test_both_paths_break_ties_alike(scores):
     """Zero heads give exactly equal scores for equal numbers of children."""

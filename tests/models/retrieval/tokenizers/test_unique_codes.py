@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import UserError
 from models.retrieval.tokenizers.codes import (
     add_conflict_levels,
     conflict_ranks,
@@ -125,14 +124,6 @@ def test_more_than_256_items_with_equal_codes_get_two_conflict_levels() -> None:
         [3, 4, 0, 0],
     ]
     assert len(np.unique(two, axis=0)) == 258
-
-
-def test_too_many_items_with_equal_codes_are_rejected_with_limit_and_remedy() -> None:
-    codes = np.array([[3, 4]] + [[1, 2]] * 10)
-    assert add_conflict_levels(codes[:-1], limit=3).shape == (10, 4)
-    message = r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9"
-    with pytest.raises(UserError, match=message):
-        add_conflict_levels(codes, limit=3)
 
 
 @given(CODE_ROWS)
