@@ -220,7 +220,7 @@ class LcRec(Retriever):
         also initialises new tokens around the words' mean.
         """
         lm: Any = self.backbone.lm
-        layers = [(self.backbone.embedding, lm.get_input_embeddings())]
+        layers: list[Any] = [(self.backbone.embedding, lm.get_input_embeddings())]
         if self.decoder.output is not None:
             layers.append((self.decoder.output, lm.get_output_embeddings()))
         for codes, words in layers:
