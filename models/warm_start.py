@@ -4,7 +4,7 @@
 
 Old items keep their index, so they keep their rows. Rows of category values are matched
 by name. A new value is initialised like the unknown value. A new item is initialised
-like the unknown item if the model learns one (`id_dropout`), otherwise as the mean of
+as zero if that is the unknown item (`new_items_are_zeros`), otherwise as the mean of
 the old items. Numbers and texts keep the scale of the first training
 (`Catalogue.scales`), so the scores of old items do not change.
 
@@ -52,8 +52,8 @@ class EmbeddingTables(nn.Module):
     """Names of the rows of each table, which are the values that the rows embed."""
     catalogue_buffers: tuple[str, ...] = ()
     """Names of buffers that hold content of the catalogue instead of learned values."""
-    id_dropout = 0.0
-    """Fraction of ids that are replaced by the unknown id in training."""
+    new_items_are_zeros = False
+    """Whether new items start as zeros, because a zero vector means an unknown item."""
 
 
 def collect_row_names(model: nn.Module) -> dict[str, RowNames]:
@@ -138,7 +138,7 @@ def load_extended_weights(
             # new items are zeros in a buffer, and in a module that has learned the
             # unknown item as a zero vector; otherwise they are the mean of old items
             tables = modules.get(name.partition(".tables.")[0])
-            if name not in parameters or (tables and tables.id_dropout):
+            if name not in parameters or (tables and tables.new_items_are_zeros):
                 row = torch.zeros_like(weights[:1])
             else:
                 row = weights.mean(0, keepdim=True)

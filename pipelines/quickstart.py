@@ -281,7 +281,7 @@ def plan_models(
     for run in flow.models:
         model_class = registry.find(run.model)
         inputs = {"tables": str(home / "tables")}
-        if flow.extra and flow.extra in model_class.extra_inputs:
+        if model_class.extra_inputs.get(flow.extra):
             if not has_extra:
                 print(f"{run.model} is skipped: the log names no texts of items")
                 continue

@@ -85,6 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequential_rules": ("retrieval", {}),
     "ease": ("retrieval", {}),
     "sasrec": ("retrieval", {}),
+    "sid_sasrec": ("retrieval", {}),
     "tiger": ("retrieval", {**TIGER, "beam": 20}),
     "lc_rec": ("retrieval", {**LC_REC, "beam": 20}),
     "lc_rec_sid_mlp": ("retrieval", {**READOUT, "width": 32, "teacher": "lc_rec"}),

@@ -168,6 +168,7 @@ class ItemNetwork(EmbeddingTables):
             table = cast(nn.Embedding, self.tables[self.has_ids + category])
             nn.init.zeros_(table.weight[0])
         if self.has_ids and self.id_dropout:
+            self.new_items_are_zeros = True
             nn.init.zeros_(cast(nn.Embedding, self.tables[0]).weight)
         # entries of normalised vectors are small compared with standardised features
         self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0

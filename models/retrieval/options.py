@@ -33,12 +33,18 @@ class BeamOptions(RecommendOptions):
 
     beam: PositiveInt | None = None
     """Number of beams (models that decode semantic IDs)."""
+
+
+@dataclass(config=STRICT)
+class DecoderOptions(BeamOptions):
+    """Options of `Retriever.recommend`."""
+
     constrained: bool | None = None
     """Whether decoding of semantic IDs stays within the catalogue's trie."""
 
 
 @dataclass(config=STRICT)
-class StudentOptions(BeamOptions):
+class StudentOptions(DecoderOptions):
     """Options of `Student.recommend`."""
 
     scores: Scores | None = None
@@ -47,11 +53,9 @@ class StudentOptions(BeamOptions):
 
 
 @dataclass(config=STRICT)
-class AtSpeedOptions(RecommendOptions):
+class AtSpeedOptions(BeamOptions):
     """Options of `AtSpeed.recommend`; None is the value in the config."""
 
-    beam: PositiveInt | None = None
-    """Number of beams (models that decode semantic IDs)."""
     draft_beam: PositiveInt | None = None
     """Number of beams that AtSpeed drafts per step."""
     draft_steps: NonNegativeInt | None = None
@@ -65,7 +69,7 @@ class AtSpeedOptions(RecommendOptions):
 
 RECOMMEND_OPTIONS = (
     RecommendOptions,
-    BeamOptions,
+    DecoderOptions,
     StudentOptions,
     AtSpeedOptions,
 )

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.model import RetrievalModel
-from models.retrieval.options import BeamOptions, Scores
+from models.retrieval.options import DecoderOptions, Scores
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
 from models.retrieval.search.beam import (
@@ -40,7 +40,7 @@ class Retriever(RetrievalModel):
     example_unit = "request"
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
     can_teach = True
-    options_class: ClassVar[type | None] = BeamOptions
+    options_class: ClassVar[type | None] = DecoderOptions
     label_smoothing = 0.0
     """Share of each target's probability that training spreads evenly over all
     logits."""

@@ -10,6 +10,9 @@ Shapes: `B` users, `T` positions, `D` width, `N` items, `M` targets, `H` heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
 import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -20,6 +23,7 @@ from core.options import STRICT, Dropout, NamedConfig
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
+from models.retrieval.node_vectors import NodeVectors
 from models.retrieval.recommend import best_allowed, recommender
 from models.training.distributed import global_mean
 
@@ -41,6 +45,9 @@ class SASRecConfig(NamedConfig):
     data)."""
     max_history: PositiveInt = 50
     """Number of latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
+    item_vectors: Literal["ids", "ids_and_sids"] = "ids"
+    """What an item's vector is: one of its own, or with semantic IDs the sum of its own
+    and those of all prefixes of its codes (not in the paper)."""
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
@@ -85,16 +92,23 @@ class SASRec(RetrievalModel):
     name = "sasrec"
     config_class = SASRecConfig
     example_unit = "user"
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": False}
 
     def __init__(self, config: SASRecConfig, catalogue: Catalogue) -> None:
         super().__init__(config, catalogue)
-        self.item = nn.Embedding(catalogue.num_items, config.dim)
+        self.item: nn.Embedding | NodeVectors
+        if config.item_vectors == "ids_and_sids":
+            self.item = NodeVectors(catalogue, config.dim)
+        else:
+            self.item = nn.Embedding(catalogue.num_items, config.dim)
         self.position = nn.Embedding(config.max_history, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.dim)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Embedding) and module.padding_idx == 0:
+                nn.init.zeros_(module.weight.data[0])
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
@@ -114,11 +128,20 @@ class SASRec(RetrievalModel):
         last = batch.target_row * states.shape[1] + batch.target_position
         # (M, D): the last state before each request
         states = functional.embedding(last, states.flatten(0, 1))
-        target = batch.target
-        mean = functional.cross_entropy(
-            states @ self.item.weight.T, target, ignore_index=PAD
-        )
-        return {"loss": global_mean(mean, (target != PAD).sum())}
+        mean = self.loss(states, batch.target)
+        return {"loss": global_mean(mean, (batch.target != PAD).sum())}
+
+    def loss(self, states: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross-entropy of `target` (M,) after `states` (M, D)."""
+        logits = states @ self.item.weight.T
+        return functional.cross_entropy(logits, target, ignore_index=PAD)
+
+    def last_states(self, batch: HistoryBatch) -> Tensor:
+        """Return the state (B, D) after each history, 0 after an empty one."""
+        rows = torch.arange(len(batch.history), device=batch.device)
+        length = batch.history_length
+        states = self.states(batch.history)[rows, length - 1]
+        return states.masked_fill(length[:, None] == 0, 0.0)
 
     def item_vectors(self) -> Tensor:
         """Return the item embeddings, (N, D)."""
@@ -131,8 +154,4 @@ class SASRec(RetrievalModel):
         Items of the history are ranked too, as in the papers, unless `unseen` is true.
         If k exceeds the catalogue, the tail is item -1 with score -inf.
         """
-        rows = torch.arange(len(batch.history), device=batch.history.device)
-        length = batch.history_length
-        last_state = self.states(batch.history)[rows, length - 1]  # (B, D)
-        last_state = last_state.masked_fill(length[:, None] == 0, 0.0)
-        return best_allowed(last_state @ self.item.weight.T, k, batch)
+        return best_allowed(self.last_states(batch) @ self.item.weight.T, k, batch)

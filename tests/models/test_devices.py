@@ -139,6 +139,7 @@ LC_REC = {"width": 16, "num_layers": 2, "num_heads": 2, "ffn_width": 24, "beam":
 SIZES: dict[str, dict[str, Any]] = {
     "tiger": {**TIGER, "beam": 8},
     "sasrec": {"dim": 16, "num_layers": 1, "max_history": 12},
+    "sid_sasrec": {"dim": 16, "num_layers": 1, "max_history": 12, "beam": 8},
     **{name: {"beam": 8} for name in ("earn", "nezha")},
     **{
         name: {

@@ -276,7 +276,7 @@ def test_padding_of_a_batch_of_searches_changes_no_loss_or_gradient(name, search
     assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
 
 
-@pytest.mark.parametrize("name", ["tiger", "sasrec"])
+@pytest.mark.parametrize("name", ["tiger", "sasrec", "sid_sasrec"])
 def test_padding_of_a_batch_of_histories_changes_no_loss_or_gradient(name):
     model, batch = build_retrieval_model(name)
     assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
@@ -296,7 +296,7 @@ def test_padding_of_requests_and_histories_changes_no_recommendation(name):
     assert torch.allclose(scores, padded_scores[:5], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["popularity", "sasrec", "tiger", "sid_mlp"])
+@pytest.mark.parametrize("name", ["popularity", "sid_sasrec", "tiger", "sid_mlp"])
 def test_a_replayed_search_equals_the_search(name):
     """The code path of a GPU without the graph; a model of counts has no weights."""
     model, _ = build_retrieval_model(name)

@@ -2,8 +2,7 @@
 
 decay: Values[PositiveFloat] = (0.8, 1.0)  # or a single number
 
-choices = list_choices(config, ("l2", "decay"))
-best = choose(model, choices, learn, val_batches)
+best = choose(model, ("l2", "decay"), learn, val_batches)
 """
 
 from __future__ import annotations
@@ -37,29 +36,31 @@ def list_choices(config: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 def choose(
     model: Any,
-    choices: list[dict[str, Any]],
+    names: Sequence[str],
     learn: Callable[[dict[str, Any]], None],
     val_batches: Iterable[RequestBatch],
 ) -> dict[str, Any]:
-    """Return the choice with the highest validation NDCG@10, the first of equal ones.
+    """Learn with the choice of the highest validation NDCG@10, the first of equal ones.
 
     Args:
-        model: The model that `learn` fits.
-        choices: Values of the options, by name.
+        model: The model that `learn` fits; its `choice` is set.
+        names: Names of the options that are chosen.
         learn: Fits the model with a choice.
         val_batches: Validation requests, by length of their histories.
+
+    Returns:
+        The chosen values by name.
     """
-    if len(choices) == 1:
-        return choices[0]
-    batches = list(val_batches)
-    batches = batches[:: 1 + len(batches) // MAX_VAL_BATCHES]
-    ndcg = []
-    for choice in choices:
-        learn(choice)
-        ndcg.append(sum(model.measure(batch)["ndcg@10"] for batch in batches))
-    return choices[ndcg.index(max(ndcg))]
-
-
-def describe(choice: dict[str, Any]) -> str:
-    """Return a choice as words, such as `l2 200, history_decay 0.8`."""
-    return ", ".join(f"{name} {value}" for name, value in choice.items())
+    choices = list_choices(model.config, names)
+    best = choices[0]
+    if len(choices) > 1:
+        batches = list(val_batches)
+        batches = batches[:: 1 + len(batches) // MAX_VAL_BATCHES]
+        ndcg = []
+        for choice in choices:
+            learn(choice)
+            ndcg.append(sum(model.measure(batch)["ndcg@10"] for batch in batches))
+        best = choices[ndcg.index(max(ndcg))]
+    learn(best)
+    model.choice = ", ".join(f"{name} {value}" for name, value in best.items())
+    return best

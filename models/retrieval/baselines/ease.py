@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from scipy.linalg import lapack
@@ -34,14 +33,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.options import STRICT, NamedConfig
-from models.retrieval.baselines.choice import Values, choose, describe, list_choices
+from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.baselines.interactions import (
+    decay_distinct,
     interaction_matrix,
-    is_last_occurrence,
-    item_counts,
     popular_below_zero,
     real_items,
-    steps_back,
 )
 from models.retrieval.data import (
     Catalogue,
@@ -119,7 +116,7 @@ class EASE(RetrievalModel):
     ) -> None:
         """Solve for B from training batches of unit `behaviour`, once per l2."""
         matrix = interaction_matrix(batches, len(self.counts))
-        self.counts.copy_(item_counts(matrix))
+        self.counts.copy_(torch.from_numpy(matrix.sum(axis=0)))
         frequent = np.argsort(-self.counts.cpu().numpy(), kind="stable")
         items = np.sort(frequent[: len(self.items)])
         self.items.copy_(torch.from_numpy(items))
@@ -132,10 +129,7 @@ class EASE(RetrievalModel):
                 solved = choice["l2"]
             self.history_decay.fill_(choice["history_decay"])
 
-        choices = list_choices(self.config, ("l2", "history_decay"))
-        choice = choose(self, choices, learn, val_batches)
-        learn(choice)
-        self.choice = describe(choice)
+        choose(self, ("l2", "history_decay"), learn, val_batches)
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
@@ -144,10 +138,9 @@ class EASE(RetrievalModel):
         history = real_items(batch, num_items)  # (B, T), `num_items` at padding
         index = torch.searchsorted(self.items, history).clamp(max=size - 1)
         is_covered = self.items[index] == history
-        is_covered &= is_last_occurrence(history, num_items)
-        decay = self.history_decay ** steps_back(history, num_items)
+        factors = decay_distinct(history, num_items, self.history_decay)
         linear_scores = functional.embedding_bag(
-            index, self.weights, mode="sum", per_sample_weights=decay * is_covered
+            index, self.weights, mode="sum", per_sample_weights=factors * is_covered
         )  # (B, M)
         # items that B does not cover are below all linear scores
         lowest = linear_scores.amin(1, keepdim=True).clamp(max=0)
@@ -169,19 +162,12 @@ def solve_weights(matrix: csr_array, l2: float) -> Tensor:
     indicators = csr_array(matrix.astype(bool), dtype=np.float64)  # X
     gram = np.asfortranarray((indicators.T @ indicators).toarray())
     gram[np.diag_indices_from(gram)] += l2
-    inverse = invert_in_place(gram)
+    # in place: a large catalogue has no memory for a copy
+    factor, _ = lapack.dpotrf(gram, lower=1, overwrite_a=1)
+    inverse, _ = lapack.dpotri(factor, lower=1, overwrite_c=1)
+    for column in range(len(inverse)):  # LAPACK fills the lower triangle only
+        inverse[column, column + 1 :] = inverse[column + 1 :, column]
     diagonal = np.diag(inverse).astype(np.float32)
     weights = torch.from_numpy(inverse.astype(np.float32))
     weights /= -torch.from_numpy(diagonal)
     return weights.fill_diagonal_(0)
-
-
-def invert_in_place(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Invert a positive definite (M, M) matrix in Fortran order, in place."""
-    factor, error_code = lapack.dpotrf(matrix, lower=1, overwrite_a=1)
-    inverse, _ = lapack.dpotri(factor, lower=1, overwrite_c=1)
-    if error_code:
-        raise ValueError("the Gram matrix is not positive definite")
-    for column in range(len(inverse)):  # LAPACK fills the lower triangle only
-        inverse[column, column + 1 :] = inverse[column + 1 :, column]
-    return inverse

@@ -23,32 +23,16 @@ def interaction_matrix(
     """Return the (U, N) number of training behaviours of each user with each item.
 
     Args:
-        batches: Training batches of unit `behaviour`. Users without a training
-            behaviour have no row.
+        batches: Training batches of unit `behaviour`.
         num_items: Number N of items.
     """
     users, items = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for batch in batches:
         users.append(batch.user_row.cpu().numpy())
         items.append(batch.target.cpu().numpy())
-    user_rows, rows = np.unique(np.concatenate(users), return_inverse=True)
-    columns = np.concatenate(items)
-    ones = np.ones(len(columns))
-    return csr_array((ones, (rows, columns)), shape=(len(user_rows), num_items))
-
-
-def item_counts(matrix: csr_array) -> Tensor:
-    """Return the (N,) number of training behaviours of each item, float32."""
-    return torch.from_numpy(matrix.sum(axis=0)).float()
-
-
-def history_counts(batch: HistoryBatch, num_items: int) -> Tensor:
-    """Return the number of occurrences (B, N) of items in histories, float32."""
-    items = real_items(batch, num_items)
-    ones = torch.ones(items.shape, device=items.device)
-    # the last column is padding
-    counts = ones.new_zeros((len(items), num_items + 1)).scatter_add_(1, items, ones)
-    return counts[:, :num_items]
+    rows, columns = np.concatenate(users), np.concatenate(items)
+    shape = (1 + rows.max(initial=0), num_items)
+    return csr_array((np.ones(len(rows)), (rows, columns)), shape=shape)
 
 
 def real_items(batch: HistoryBatch, num_items: int) -> Tensor:
@@ -70,17 +54,19 @@ def steps_back(items: Tensor, num_items: int) -> Tensor:
     return (length - 1 - torch.arange(items.shape[1], device=items.device)).clamp(0)
 
 
-def is_last_occurrence(items: Tensor, num_items: int) -> Tensor:
-    """Return whether each item of a history (B, T) is its last occurrence there.
+def decay_distinct(items: Tensor, num_items: int, decay: Tensor) -> Tensor:
+    """Return decay^steps (B, T) at the last occurrence of each item, 0 elsewhere.
 
     Args:
         items: (B, T) items of histories, `num_items` at padding.
         num_items: Number N of items.
+        decay: () factor per later behaviour.
     """
     position = torch.arange(items.shape[1], device=items.device).expand_as(items)
     last = position.new_zeros((len(items), num_items + 1))
     last.scatter_reduce_(1, items, position, "amax")
-    return last.gather(1, items) == position
+    is_last = last.gather(1, items) == position
+    return decay ** steps_back(items, num_items) * is_last
 
 
 def popular_below_zero(counts: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ neighbours of an item.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -38,14 +37,13 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from core.options import STRICT, NamedConfig
-from models.retrieval.baselines.choice import Values, choose, describe, list_choices
-from models.retrieval.baselines.interactions import (
-    interaction_matrix,
-    is_last_occurrence,
-    item_counts,
-    steps_back,
+from models.retrieval.baselines.choice import Values, choose
+from models.retrieval.baselines.interactions import decay_distinct, interaction_matrix
+from models.retrieval.baselines.neighbours import (
+    NeighbourModel,
+    keep_best,
+    split_items,
 )
-from models.retrieval.baselines.neighbours import NeighbourModel, keep_best
 from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
 
 BM25_K1 = 1.2
@@ -95,7 +93,7 @@ class ItemKNN(NeighbourModel):
     ) -> None:
         """Find the neighbours from training batches of unit `behaviour`."""
         matrix = interaction_matrix(batches, len(self.counts))
-        self.counts.copy_(item_counts(matrix))
+        self.counts.copy_(torch.from_numpy(matrix.sum(axis=0)))
 
         def learn(choice: dict[str, Any]) -> None:
             neighbours, similarity = nearest_items(
@@ -108,16 +106,11 @@ class ItemKNN(NeighbourModel):
             self.history_decay.fill_(choice["history_decay"])
 
         names = ("weights", "shrinkage", "history_decay")
-        choices = list_choices(self.config, names)
-        choice = choose(self, choices, learn, val_batches)
-        learn(choice)
-        self.choice = describe(choice)
+        choose(self, names, learn, val_batches)
 
     def history_factors(self, items: Tensor) -> Tensor:
         """Count each distinct item once: history_decay^steps, or 0."""
-        num_items = len(self.counts)
-        decay = self.history_decay ** steps_back(items, num_items)
-        return decay * is_last_occurrence(items, num_items)
+        return decay_distinct(items, len(self.counts), self.history_decay)
 
 
 def weight_counts(matrix: csr_array, weights: str) -> csr_array:
@@ -163,7 +156,10 @@ def nearest_items(
     similarity = np.zeros((num_items, neighbours), np.float32)
     norm = np.sqrt((weighted**2).sum(axis=0))
     by_item = csr_array(weighted.T)  # (N, U)
-    for first, end in item_blocks(by_item, weighted):
+    is_stored = by_item.astype(bool).astype(np.int64)
+    # (N,) upper bound of the number of items that share a user with each item
+    max_pairs = np.minimum(is_stored @ np.diff(weighted.indptr), num_items)
+    for first, end in split_items(max_pairs, PRODUCTS_PER_BLOCK):
         products = csr_array(by_item[first:end] @ weighted)  # (end - first, N)
         # one entry per pair of items with a common user
         item = np.repeat(np.arange(first, end), np.diff(products.indptr))
@@ -173,19 +169,3 @@ def nearest_items(
         pairs = item[is_pair], other[is_pair], cosine[is_pair]
         keep_best(*pairs, items, similarity)
     return items, similarity
-
-
-def item_blocks(by_item: csr_array, weighted: csr_array) -> Iterator[tuple[int, int]]:
-    """Yield blocks (first, end) of items with about `PRODUCTS_PER_BLOCK` pairs each.
-
-    Args:
-        by_item: (N, U) transposed weights.
-        weighted: (U, N) weights.
-    """
-    items_per_user = np.diff(weighted.indptr)
-    is_stored = by_item.astype(bool).astype(np.int64)
-    # (N,) upper bound of the number of items that share a user with each item
-    max_pairs = np.minimum(is_stored @ items_per_user, weighted.shape[1])
-    block = np.cumsum(max_pairs) // PRODUCTS_PER_BLOCK
-    edges = np.flatnonzero(np.diff(block)) + 1
-    yield from itertools.pairwise([0, *edges.tolist(), len(block)])

@@ -8,6 +8,8 @@ of an item, `P` pairs of items.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,15 @@ class NeighbourModel(RetrievalModel):
     def history_factors(self, items: Tensor) -> Tensor:
         """Return the factors (B, T) of the items of histories (B, T)."""
         raise NotImplementedError
+
+
+def split_items(
+    pairs_per_item: NDArray[np.int64], pairs_per_block: int
+) -> Iterator[tuple[int, int]]:
+    """Yield blocks (first, end) of items with about `pairs_per_block` pairs each."""
+    block = np.cumsum(pairs_per_item) // pairs_per_block
+    edges = np.flatnonzero(np.diff(block)) + 1
+    yield from itertools.pairwise([0, *edges.tolist(), len(block)])
 
 
 def keep_best(

@@ -23,11 +23,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.options import STRICT, NamedConfig
-from models.retrieval.baselines.interactions import (
-    history_counts,
-    popular_below_zero,
-    real_items,
-)
+from models.retrieval.baselines.interactions import popular_below_zero, real_items
 from models.retrieval.baselines.popularity import Popularity
 from models.retrieval.data import HistoryBatch
 from models.retrieval.recommend import best_allowed, recommender
@@ -51,17 +47,18 @@ class OwnItems(Popularity):
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return items and scores, (B, k) both, the user's own items first."""
         num_items = len(self.counts)
-        # float64, so that a large frequency leaves recency its digits
-        frequency = history_counts(batch, num_items).double()  # (B, N)
         items = real_items(batch, num_items)  # (B, T), `num_items` at padding
         position = torch.arange(items.shape[1], device=items.device)
         # 1 for a history's last behaviour, falling by 1 / (L + 1) per behaviour
         distance = batch.history_length[:, None] - 1 - position
         recency = 1 - distance.double() / (self.config.max_history + 1)
-        # (B, N): recency of each item's last occurrence; the extra column is padding
-        last_recency = frequency.new_zeros((len(items), num_items + 1))
-        last_recency.scatter_reduce_(1, items, recency, "amax")
-        own_scores = frequency + last_recency[:, :num_items]
+        # (B, N): counts and recency of each item's last occurrence; an extra column is
+        # padding. In float64 a large count leaves recency its digits
+        frequency = recency.new_zeros((len(items), num_items + 1))
+        last_recency = frequency.scatter_reduce(1, items, recency, "amax")[:, :-1]
+        frequency.scatter_add_(1, items, torch.ones_like(recency))
+        frequency = frequency[:, :-1]
+        own_scores = frequency + last_recency
         popular = popular_below_zero(self.counts)
         scores = torch.where(frequency > 0, own_scores, popular.double())
         best_items, best_scores = best_allowed(scores, k, batch)

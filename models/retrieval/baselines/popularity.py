@@ -15,7 +15,6 @@ from models.retrieval.data import (
     Catalogue,
     HistoryBatch,
     InteractionBatch,
-    RequestBatch,
 )
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
@@ -51,12 +50,6 @@ class Popularity(RetrievalModel):
         for batch in batches:
             counts += torch.bincount(batch.target.cpu(), minlength=len(counts))
         self.counts.copy_(counts)
-
-    @torch.no_grad()
-    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the cross-entropy of the targets under add-one smoothed counts."""
-        log_shares = (self.counts + 1).log() - (self.counts + 1).sum().log()
-        return {"loss": -log_shares[batch.target].mean()}
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:

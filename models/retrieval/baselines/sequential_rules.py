@@ -23,7 +23,6 @@ item, `R` training requests.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,9 +35,13 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from core.options import STRICT, NamedConfig
-from models.retrieval.baselines.choice import Values, choose, describe, list_choices
+from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.baselines.interactions import steps_back
-from models.retrieval.baselines.neighbours import NeighbourModel, keep_best
+from models.retrieval.baselines.neighbours import (
+    NeighbourModel,
+    keep_best,
+    split_items,
+)
 from models.retrieval.data import Catalogue, RequestBatch
 
 PAIRS_PER_BLOCK = 20_000_000
@@ -97,7 +100,15 @@ class SequentialRules(NeighbourModel):
         self, batches: Iterable[RequestBatch], val_batches: Iterable[RequestBatch]
     ) -> None:
         """Choose the options on validation, and count the pairs of all requests."""
-        history, target = read_requests(batches, self.config.max_history)
+        longest = self.config.max_history
+        histories, targets = [np.zeros((0, longest), np.int32)], [np.zeros(0, np.int32)]
+        for batch in batches:
+            length = batch.history_length.numpy()[:, None]
+            index = length - 1 - np.arange(longest)  # (B, T): the latest item first
+            items = np.take_along_axis(batch.history.numpy(), index.clip(0), 1)
+            histories.append(np.where(index < 0, -1, items).astype(np.int32))
+            targets.append(batch.target.numpy().astype(np.int32))
+        history, target = np.concatenate(histories), np.concatenate(targets)
         counts = np.bincount(target, minlength=len(self.counts))
         self.counts.copy_(torch.from_numpy(counts))
 
@@ -105,9 +116,9 @@ class SequentialRules(NeighbourModel):
             # training batches are in random order
             self._learn(history[:MAX_TRIED], target[:MAX_TRIED], **choice)
 
-        choice = choose(self, list_choices(self.config, OPTIONS), learn, val_batches)
-        self._learn(history, target, **choice)
-        self.choice = describe(choice)
+        choice = choose(self, OPTIONS, learn, val_batches)
+        if len(target) > MAX_TRIED:
+            self._learn(history, target, **choice)
 
     def _learn(
         self,
@@ -138,21 +149,6 @@ class SequentialRules(NeighbourModel):
         return self.decay ** steps_back(items, len(self.counts))
 
 
-def read_requests(
-    batches: Iterable[RequestBatch], max_history: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return histories (R, T), latest item first, -1 at padding; targets (R,)."""
-    histories = [np.zeros((0, max_history), np.int32)]
-    targets = [np.zeros(0, np.int32)]
-    for batch in batches:
-        length = batch.history_length.numpy()[:, None]
-        index = length - 1 - np.arange(max_history)  # (B, T)
-        items = np.take_along_axis(batch.history.numpy(), index.clip(0), 1)
-        histories.append(np.where(index < 0, -1, items).astype(np.int32))
-        targets.append(batch.target.numpy().astype(np.int32))
-    return np.concatenate(histories), np.concatenate(targets)
-
-
 def count_pairs(
     history: NDArray[np.int32],
     target: NDArray[np.int32],
@@ -173,9 +169,7 @@ def count_pairs(
     if both_directions:
         lengths = (history >= 0).sum(1)
         pairs_per_item += np.bincount(target, lengths, num_items).astype(np.int64)
-    block = np.cumsum(pairs_per_item) // PAIRS_PER_BLOCK  # (N,)
-    edges = np.searchsorted(block, np.arange(block[-1] + 2))
-    for first, end in itertools.pairwise(edges):
+    for first, end in split_items(pairs_per_item, PAIRS_PER_BLOCK):
         row, column = np.nonzero((history >= first) & (history < end))
         pairs = [(history[row, column], target[row], weight[column])]
         if both_directions:

@@ -49,16 +49,17 @@ for path in sorted(ABLATIONS.glob("sid_mlp/*.yaml")) + sorted(
     model = path.parent.name
     changes = yaml.safe_load(path.read_text())["model"]
     ALL[f"{model} {path.stem}"] = {**ALL[model], **changes}
-WITHOUT_SIDS = (
+SASREC = ("sasrec", "sasrec sids", "sid_sasrec", "sid_sasrec path")
+WITHOUT_DECODER = (
     "popularity",
     "own_items",
     "item_knn",
     "sequential_rules",
     "ease",
-    "sasrec",
+    *SASREC,
 )
-CASES = [case for case in ALL if case not in WITHOUT_SIDS]
-"""The models that decode semantic IDs, and their variants."""
+CASES = [case for case in ALL if case not in WITHOUT_DECODER]
+"""The models with a backbone and a decoder of semantic IDs, and their variants."""
 LONGEST = 6
 """Number of behaviours that the models read."""
 
@@ -83,7 +84,7 @@ def build(case: str) -> Any:
     if isinstance(model, TaughtModel):
         teacher_model = build_teacher(model.config, build_catalogue())
         model.set_teacher(teacher_model.requires_grad_(False).eval())
-    module = model if case == "sasrec" else model.decoder
+    module = model if case in SASREC else model.decoder
     if case == "lc_rec":
         module = model.backbone
     std = 0.3 if case == "lc_rec" else 0.5
@@ -403,9 +404,7 @@ def test_losses_gradients_and_scores_are_those_of_the_golden_file(case: str) -> 
     check_golden(case, values)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in ALL if case == "sasrec" or case in CASES]
-)
+@pytest.mark.parametrize("case", [*SASREC, *CASES])
 def test_training_changes_every_trained_weight_and_can_be_repeated(case: str) -> None:
     model = copy.deepcopy(build_case(case)).train()
     again = copy.deepcopy(model)

@@ -354,7 +354,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     val = [[]] if model.stops_early else []
     model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0), *val)
 
-    expected = np.bincount(train.targets, minlength=catalogue.num_items)
+    expected = np.bincount(train.examples.targets, minlength=catalogue.num_items)
     assert model.counts.tolist() == expected.tolist()
     assert train.num_skipped == 0
 
