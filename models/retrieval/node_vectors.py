@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from core.errors import UserError
 from models.cpu.derived import cache_until_changed
@@ -84,10 +85,11 @@ class NodeVectors(EmbeddingTables):
         Returns:
             Edges and logits (B, W, M), -inf at padding.
         """
-        own, *nodes = self.tables
-        vectors = (
-            own(self.trie.leaves) if level == len(nodes) else nodes[level].weight[1:]
-        )
+        own, *nodes = (table.get_parameter("weight") for table in self.tables)
+        if level < len(nodes):
+            vectors = nodes[level][1:]
+        else:
+            vectors = functional.embedding(self.trie.leaves, own)
         edge, valid = self.trie.get_children(level, node)
         logits = (states @ vectors.T).gather(1, edge.flatten(1)).view_as(edge)
         return edge, logits.masked_fill(~valid, -torch.inf)

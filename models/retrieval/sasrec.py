@@ -90,7 +90,7 @@ class SASRec(RetrievalModel):
     """Self-attention over item embeddings, which are also the output weights."""
 
     name = "sasrec"
-    config_class = SASRecConfig
+    config_class: ClassVar[type] = SASRecConfig
     example_unit = "user"
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": False}
 
