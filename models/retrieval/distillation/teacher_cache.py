@@ -208,7 +208,7 @@ def open_teacher_cache(
                 "values": lists.flatten().to_numpy().reshape(-1, width),
             }
 
-        columns = open_columns(table, "teacher_states", None, decode, width)
+        columns = open_columns(table, "teacher_cache", None, decode, width)
         tables[name] = CachedStates(**columns)
         size = sum(part.bytes for part in table.files) / 2**20
         messages.append(
