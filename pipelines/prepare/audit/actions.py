@@ -51,7 +51,13 @@ def check_actions_tables(
         noun = name.removesuffix("s")
         check_values(rows, values[name], names[name], expected_columns, noun, rule)
     check_as_of(tables, rules["features"])
-    rows = add_splits(users, rows)
+    # the split of each event, by its index within its user's
+    ends = users.select("row", "train_end", "val_end")
+    rows = rows.join(ends, on="row", how="left", maintain_order="left")
+    is_train = pl.col("index") < pl.col("train_end")
+    is_val = pl.col("index") < pl.col("val_end")
+    split = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
+    rows = rows.with_columns(split=split.otherwise(pl.lit("test")))
     counts: dict[str, int | dict[str, int]] = {
         "requests": count_per_split(rows),
         "users_with_candidates": count_per_split(rows.unique(["row", "split"])),
@@ -110,21 +116,6 @@ def check_ends(
         "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the "
         "cuts are {train}, {val} events",
     )
-
-
-def add_splits(users: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the column `split` of each event, by its index within its user's events.
-
-    Args:
-        users: Rows of `sequences`, with the indices `train_end` and `val_end`.
-        rows: Events of all users, with the `row` of their user.
-    """
-    ends = users.select("row", "train_end", "val_end")
-    rows = rows.join(ends, on="row", how="left", maintain_order="left")
-    is_train = pl.col("index") < pl.col("train_end")
-    is_val = pl.col("index") < pl.col("val_end")
-    split = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
-    return rows.with_columns(split=split.otherwise(pl.lit("test")))
 
 
 def check_statistics(

@@ -7,7 +7,6 @@ from dataclasses import replace
 import polars as pl
 
 from core.errors import UserError
-from core.schemas import EventsInfo
 from pipelines.prepare.audit.base import EVENT, MINUTE_MS, Rule, Tables
 
 
@@ -69,29 +68,19 @@ def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
         events.filter((is_less & is_same_part).fill_null(False)),
         EVENT + ": sorts before the previous row",
     )
-    _check_duplicates(events.drop("part"), info, rules["duplicates"])
-    _check_known_times(events, info, rules["known"])
-
-
-def _check_duplicates(events: pl.DataFrame, info: EventsInfo, rule: Rule) -> None:
-    """Check that events are distinct or, if kept, their recorded number."""
+    rule, events = rules["duplicates"], events.drop("part")
     rule.rows = events.height
     num_duplicates = events.height - events.n_unique()
     recorded = info.duplicates_kept
-    if recorded is None:
-        if num_duplicates:
-            first = events.filter(events.is_duplicated()).row(0, named=True)
-            rule.add_violation(EVENT.format(**first), num_duplicates)
-        return
+    if recorded is None and num_duplicates:
+        first = events.filter(events.is_duplicated()).row(0, named=True)
+        rule.add_violation(EVENT.format(**first), num_duplicates)
     # with `ties: log_order`, equal events have different positions
-    if recorded != num_duplicates and info.ties == "strict":
+    if recorded not in (None, num_duplicates) and info.ties == "strict":
         rule.add_violation(
             f"{num_duplicates:,} events repeat another, the manifest says {recorded:,}"
         )
-
-
-def _check_known_times(events: pl.DataFrame, info: EventsInfo, rule: Rule) -> None:
-    """Check the times at which late labels become known."""
+    rule = rules["known"]
     for name, delay in info.log.known.items():
         rule.rows += events.height
         time, known = pl.col("timestamp_ms"), pl.col(f"known_{name}")
@@ -120,9 +109,20 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     Returns:
         The users (`user_id`) in the k-core.
     """
-    items, info = tables.catalogue, tables.opened["items"].info
+    items, table = tables.catalogue, tables.opened["items"]
+    info = table.info
     rule.rows = items.height
-    _check_item_order(tables, rule)
+    row = pl.int_range(pl.len(), dtype=pl.Int32)
+    previous = pl.col("item_id").shift(1)
+    is_wrong = (pl.col("item_id") <= previous).fill_null(False)
+    if table.extends or info.catalogue_of:
+        is_wrong = ~pl.col("item_id").is_first_distinct()
+    is_wrong |= pl.col("item_index").ne_missing(row) | pl.col("item_id").is_null()
+    ordered = items.with_columns(row=row, previous=previous, is_wrong=is_wrong)
+    rule.add_rows(
+        ordered.filter("is_wrong"),
+        "item {item_id}: index {item_index} in row {row}, after {previous}",
+    )
     core, split = info.core, info.split
     is_frozen = info.catalogue_of is not None
     num_described = info.items_without_behaviours
@@ -133,9 +133,10 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     protected = items["item_id"]
     if not is_frozen and num_described is None:
         protected = protected.clear()
-    core_events = _filter_core(
-        _filter_core_window(tables, events), max(core, 1), protected, is_frozen
-    )
+    if info.core_window == "train" and split.by == "temporal":
+        known = tables.known_time_column if info.behaviour else "timestamp_ms"
+        events = events.filter(pl.col(known) < split.val_start_ms)
+    core_events = _filter_core(events, max(core, 1), protected, is_frozen)
     core_items = core_events.select("item_id").unique()
     if is_frozen:
         core_items = items.select("item_id")
@@ -162,31 +163,6 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
             f"training window"
         )
     return core_events.select("user_id").unique()
-
-
-def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
-    """Return the events that count for the k-core: all or the training events."""
-    info = tables.opened["items"].info
-    if info.core_window != "train" or info.split.by != "temporal":
-        return events
-    known = tables.known_time_column if info.behaviour else "timestamp_ms"
-    return events.filter(pl.col(known) < info.split.val_start_ms)
-
-
-def _check_item_order(tables: Tables, rule: Rule) -> None:
-    """Check that `item_index` is dense, and items distinct and sorted by id."""
-    table = tables.opened["items"]
-    row = pl.int_range(pl.len(), dtype=pl.Int32)
-    previous = pl.col("item_id").shift(1)
-    is_wrong = (pl.col("item_id") <= previous).fill_null(False)
-    if table.extends or table.info.catalogue_of:
-        is_wrong = ~pl.col("item_id").is_first_distinct()
-    is_wrong |= pl.col("item_index").ne_missing(row) | pl.col("item_id").is_null()
-    rows = tables.catalogue.with_columns(row=row, previous=previous, is_wrong=is_wrong)
-    rule.add_rows(
-        rows.filter("is_wrong"),
-        "item {item_id}: index {item_index} in row {row}, after {previous}",
-    )
 
 
 def _filter_core(

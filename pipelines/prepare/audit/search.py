@@ -36,7 +36,7 @@ KEYS = {"pair": ["item_id", "query"], "item": ["item_id"], "query": ["query"]}
 """Columns of events that each kind of key consists of."""
 
 REQUEST_KEYS = ["user_id", "request_id", "alone"]
-"""Columns that identify the search of an event; `add_request_times` adds `alone`."""
+"""Columns that identify the search of an event; `read_log` adds `alone`."""
 
 
 def check_search_tables(
@@ -61,8 +61,15 @@ def check_search_tables(
         request_times, on=["row", "index"], how="left", maintain_order="left"
     )
     check_features(tables, log, rows.all_requests, behaviours, rules["windows"])
-    counts = count_requests(tables, rows.all_requests)
-    counts |= {"requests": rows.per_split, "queries": queries.height}
+    clicked = pl.col(f"label_{tables.info.labels[0]}").list
+    candidates = rows.all_requests.select("split", "candidates").explode("candidates")
+    one_class = rows.all_requests.filter(clicked.any() == clicked.all())
+    counts: dict[str, int | dict[str, int]] = {
+        "requests": rows.per_split,
+        "queries": queries.height,
+        "candidates": count_per_split(candidates.drop_nulls()),
+        "requests_one_class": count_per_split(one_class),
+    }
     check_counts(tables, counts, rules["counts"])
     return expected_candidates(tables, log).select("user_id").unique()
 
@@ -91,22 +98,19 @@ def check_queries(tables: Tables, queries: pl.DataFrame, rule: Rule) -> None:
 
 
 def read_log(tables: Tables, queries: pl.DataFrame) -> pl.DataFrame:
-    """Return the events with their `query_index`, request time and joined features."""
-    log = add_request_times(tables.events.drop("part"))
+    """Return the events with their `query_index`, request time and joined features.
+
+    `asked` is the time of the earliest event of an event's request. Events without a
+    request id form a request if they have the same user and time. For them the column
+    `alone` is the time; for other events it is 0.
+    """
+    time = pl.col("timestamp_ms")
+    alone = pl.when(pl.col("request_id") == "").then(time).otherwise(0)
+    log = tables.events.drop("part").with_columns(alone=alone)
+    log = log.with_columns(asked=time.min().over(REQUEST_KEYS))
     log = log.join(queries, on="query", how="left", maintain_order="left")
     log = log.with_columns(pl.col("query_index").fill_null(-1))
     return join_as_of(tables, log, "asked")
-
-
-def add_request_times(events: pl.DataFrame) -> pl.DataFrame:
-    """Add `asked`, the time of the earliest event of each event's request.
-
-    Events without a request id form a request if they have the same user and time. For
-    them the column `alone` is the time; for other events it is 0.
-    """
-    alone = pl.when(pl.col("request_id") == "").then(pl.col("timestamp_ms"))
-    events = events.with_columns(alone=alone.otherwise(0))
-    return events.with_columns(asked=pl.col("timestamp_ms").min().over(REQUEST_KEYS))
 
 
 def expected_candidates(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
@@ -200,19 +204,6 @@ def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) ->
     check_custom_scales(tables.info.custom, train.select(names).explode(names), rule)
 
 
-def count_requests(
-    tables: Tables, requests: pl.DataFrame
-) -> dict[str, int | dict[str, int]]:
-    """Count the candidates, and the requests with all or no clicks, of each split."""
-    clicked = pl.col(f"label_{tables.info.labels[0]}").list
-    candidates = requests.select("split", "candidates").explode("candidates")
-    one_class = requests.filter(clicked.any() == clicked.all())
-    return {
-        "candidates": count_per_split(candidates.drop_nulls()),
-        "requests_one_class": count_per_split(one_class),
-    }
-
-
 # Features.
 
 
@@ -286,37 +277,22 @@ def expected_features(
         log: Events of `read_log`.
         points: Rows of `feature_points`.
     """
-    features = _context_features(tables, points)
-    if tables.info.windows:
-        features |= _count_features(tables, log, points)
-        features |= _gap_features(tables, log, points)
-    return features
-
-
-def _context_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.ndarray]:
-    """Return the features (points,) of position and time, by name."""
-    position = points["position"].to_numpy().clip(0)
-    page = position // tables.info.page_size
-    time = points["at"].to_numpy()
+    info, settings = tables.info, tables.info.search
+    position, time = points["position"].to_numpy().clip(0), points["at"].to_numpy()
     hour = time % DAY_MS // HOUR_MS / 24
     weekday = (time // DAY_MS + 3) % 7 / 7  # 1 January 1970 was a Thursday
-    return {
+    features = {
         "position": np.log1p(position),
-        "page": np.log1p(page),
+        "page": np.log1p(position // info.page_size),
         "hour_sin": np.sin(2 * math.pi * hour),
         "hour_cos": np.cos(2 * math.pi * hour),
         "weekday_sin": np.sin(2 * math.pi * weekday),
         "weekday_cos": np.cos(2 * math.pi * weekday),
     }
-
-
-def _count_features(
-    tables: Tables, log: pl.DataFrame, points: pl.DataFrame
-) -> dict[str, np.ndarray]:
-    """Return the windowed counts and click rates of items, queries and pairs."""
-    info, settings = tables.info, tables.info.search
+    if not info.windows:
+        return features
+    # counts and click rates of items, queries and pairs
     prior, strength = settings.ctr_prior, settings.ctr_strength
-    windows, delay = settings.windows_days, settings.delay_minutes
     one, zero = pl.lit(1, pl.Int64), pl.lit(0, pl.Int64)
     columns = ["item_id", "query", "timestamp_ms"]
     is_first = pl.struct(*REQUEST_KEYS, "query").is_first_distinct().cast(pl.Int64)
@@ -325,7 +301,7 @@ def _count_features(
     clicked = log.filter(is_clicked).with_columns(timestamp_ms=tables.known_time_column)
     clicked = clicked.select(*columns, exposures=zero, clicks=one, searches=zero)
     counted = pl.concat([shown, clicked])
-    features = {}
+    windows, delay = settings.windows_days, settings.delay_minutes
     for kind, keys in KEYS.items():
         rows = counted.select(*keys, "timestamp_ms", "exposures", "clicks", "searches")
         for window, sums in window_sums(points, rows, keys, windows, delay):
@@ -333,19 +309,11 @@ def _count_features(
                 features[f"{kind}_{name}_{window}"] = np.log1p(sums[name].to_numpy())
             rate = (sums["clicks"] + prior * strength) / (sums["exposures"] + strength)
             features[f"{kind}_ctr_{window}"] = rate.to_numpy()
-    return features
-
-
-def _gap_features(
-    tables: Tables, log: pl.DataFrame, points: pl.DataFrame
-) -> dict[str, np.ndarray]:
-    """Return whether, and how long before, each point's pair was last shown."""
-    delay = round(tables.info.search.delay_minutes * MINUTE_MS)
+    # whether, and how long before, the pair of each point was last shown
     pairs = log.select(*KEYS["pair"], time="timestamp_ms", last="timestamp_ms")
-    pairs = pairs.drop_nulls()
-    last = latest_before(points, pairs, KEYS["pair"], delay, "time")["last"]
+    pairs, delay_ms = pairs.drop_nulls(), round(delay * MINUTE_MS)
+    last = latest_before(points, pairs, KEYS["pair"], delay_ms, "time")["last"]
     hours = ((points["at"] - last) / HOUR_MS).fill_null(0)
-    return {
-        "pair_seen": last.is_not_null().to_numpy(),
-        "pair_gap": np.log1p(hours.to_numpy()),
-    }
+    features["pair_seen"] = last.is_not_null().to_numpy()
+    features["pair_gap"] = np.log1p(hours.to_numpy())
+    return features
