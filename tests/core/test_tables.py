@@ -43,13 +43,6 @@ def write_sids(
     return uri
 
 
-def test_a_table_is_read_in_the_order_of_its_parts(tmp_path: Path) -> None:
-    first, second = build_sids([1, 2]), build_sids([3, 4], [5, 6])
-    uri = write_sids(tmp_path / "t", first, second)
-    assert open_table(uri, TableInfo).read().equals(pa.concat_tables([first, second]))
-    assert read_manifest(uri).rows == 3
-
-
 def test_parts_without_a_manifest_are_refused(tmp_path: Path) -> None:
     write_part(str(tmp_path), build_sids([1]))
     with pytest.raises(UserError, match=r"is not a table: it holds no manifest\.json"):
@@ -93,11 +86,6 @@ def test_files_of_the_user_are_never_removed(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {*names, "more"}
 
 
-def test_clearing_a_table_removes_its_folder(tmp_path: Path) -> None:
-    clear(write_sids(tmp_path / "whole", build_sids([1])))
-    assert not (tmp_path / "whole").exists()
-
-
 def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     with writing(str(tmp_path / "t")):
         with pytest.raises(
@@ -109,15 +97,6 @@ def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
         assert (tmp_path / "t" / LOCK).exists()
     with writing(str(tmp_path / "t")):
         pass
-
-
-def test_the_hash_depends_on_the_content(tmp_path: Path) -> None:
-    first = write_sids(tmp_path / "a", build_sids([1], [2]))
-    same = write_sids(tmp_path / "b", build_sids([1], [2]))
-    other = write_sids(tmp_path / "c", build_sids([1], [3]))
-
-    assert read_manifest(first).hash == read_manifest(same).hash
-    assert read_manifest(first).hash != read_manifest(other).hash
 
 
 def test_a_truncated_part_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from core.errors import UserError
 from core.options import parse
 from jobs.compare import Config, run
 from pipelines import tracking
-from pipelines.comparison.tables import to_markdown
 from pipelines.steps import shorten
 from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
@@ -57,22 +56,6 @@ def store(
         evaluate_run(training, values.tolist())
         evaluate_run(training, values.tolist(), options={"unseen": True})
     return uri
-
-
-def test_a_table_is_aligned_markdown_with_escaped_cells() -> None:
-    frame = pl.DataFrame(
-        {"model": ["sasrec", "t"], "run": ["a|b", "c"], "n": ["10", "-"]}
-    )
-    assert to_markdown(("retrieval/x", frame, ["note"])).splitlines() == [
-        "### retrieval/x",
-        "",
-        "| model  | run  | n  |",
-        "|--------|------|----|",
-        "| sasrec | a\\|b | 10 |",
-        "| t      | c    | -  |",
-        "",
-        "- note",
-    ]
 
 
 def test_only_the_best_rows_of_a_long_table_are_printed() -> None:

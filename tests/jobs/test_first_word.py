@@ -38,6 +38,13 @@ def test_importing_the_commands_imports_no_slow_package() -> None:
     assert run_code(f"from jobs import cli, {', '.join(JOBS)}") == ["[]"]
 
 
+def test_a_finished_run_needs_neither_ray_nor_mlflow() -> None:
+    code = (
+        "import pipelines.training.run, pipelines.steps; from pipelines import tracking"
+    )
+    assert run_code(f"{code}; tracking.resolve_uri(None, 'x')") == ["['torch']"]
+
+
 def test_an_unknown_model_is_refused_without_slow_packages() -> None:
     message, imported = run_code(
         "from jobs import cli, train\n"

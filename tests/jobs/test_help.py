@@ -29,4 +29,8 @@ def test_the_help_of_a_training_shows_the_options_of_the_named_model(
 ) -> None:
     text = print_help(train, ["--model.name", "attn_mvp"], capsys)
     assert "--model.action_weight" in text
+    (place,) = [
+        i for i, line in enumerate(text.splitlines()) if "--model.width" in line
+    ]
+    assert text.splitlines()[place + 1].startswith("        ")  # of a base class
     assert "--model.action_weight" not in print_help(train, [], capsys)

@@ -12,15 +12,13 @@ import polars as pl
 import pytest
 import yaml
 
-from core.errors import UserError
 from core.tables import read_manifest
 from jobs import cli
 from jobs import prepare as job
 from jobs.prepare import run
-from models.retrieval.requests import RETRIEVAL
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import load_source
-from tests.fixtures.commands import load_split, read_config
+from tests.fixtures.commands import read_config
 
 SOURCE = {
     "files": "log*.csv",
@@ -158,48 +156,3 @@ def test_options_override_the_source_file(
     output = capsys.readouterr().out
     assert "1 reject)" in output
     assert output.splitlines()[-1].startswith("next: python -m jobs.audit")
-
-
-def test_the_report_counts_requests_without_history_as_the_training_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    raw = write_log(tmp_path / "raw", events=300)
-    options = ["--core", "0", "--split.test_fraction", "0.3", "--max_events", "5"]
-
-    statistics = run(
-        cli.config_from_words(job, build_words(raw, tmp_path / "out", *options))
-    )
-
-    skipped = {}
-    for split, num_requests in statistics["requests"].items():
-        examples = load_split(RETRIEVAL, tmp_path / "out" / "sequences", split)
-        assert examples.kind.request_unit == "requests with a history"
-        skipped[split] = num_requests - examples.examples.num_requests
-    counts = ", ".join(f"{count} {split}" for split, count in skipped.items())
-    line = (
-        f"\nrequests without history (each user's first): {counts}; skipped in training "
-        f"and evaluation\n"
-    )
-    assert line in capsys.readouterr().out
-    assert skipped["train"] > 0
-
-
-def test_append_and_overwrite_are_refused_together(tmp_path: Path) -> None:
-    words = build_words(tmp_path, tmp_path, "--append", "--overwrite")
-    (tmp_path / "source.yaml").write_text(yaml.safe_dump(SOURCE))
-    with pytest.raises(UserError, match="append and overwrite"):
-        cli.config_from_words(job, words)
-
-
-def test_a_missing_column_is_reported_before_ray_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    raw = write_log(tmp_path / "raw", events=500)
-    monkeypatch.delattr("ray.init")
-    (raw / "source.yaml").write_text(yaml.safe_dump({**SOURCE, "item": "itm"}))
-
-    with pytest.raises(UserError) as error:
-        run(cli.config_from_words(job, build_words(raw, tmp_path / "out")))
-
-    assert f"{raw}/log.csv has no column 'itm'" in str(error.value)
-    assert not (tmp_path / "out/events").exists()

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import UserError
-from core.schemas import ItemsInfo
-from core.tables import open_table, read_manifest
 from jobs import tokenize as job
-from tests.fixtures.item_tables import append_items, write_items
+from tests.fixtures.item_tables import write_items
 
 TITLES = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
 
@@ -61,45 +58,3 @@ def test_a_run_reports_its_output_and_the_next_command(
 
     job.run(config)
     assert f"nothing to do: {output} is up to date" in capsys.readouterr().out
-
-
-def test_a_run_reports_sparse_codes_and_items_newer_than_the_codebooks(
-    ray_local: None, tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = str(tmp_path / "many")
-    words = build_rqkmeans_words(tables, output, codebook_size=16)
-
-    job.run(parse(*words))
-
-    item_ids = [str(i) for i in range(100, 140)] + ["new 1", "new 2"]
-    items = open_table(str(tables / "items"), ItemsInfo)
-    append_items(items, [*TITLES, "thing 1", "thing 2"], item_ids)
-    job.run(parse(*words, "--extend", output))
-    assert "2 items since the codebooks were trained" in capsys.readouterr().out
-
-
-def test_incomplete_published_sids_do_not_replace_imported_ones(
-    tables: Path, tmp_path: Path
-) -> None:
-    published = tmp_path / "sids.csv"
-    rows = [f"{i},{i % 7},{i // 7}" for i in range(100, 140)]
-    published.write_text("\n".join(["item_id,c1,c2", *rows]))
-    output = str(tmp_path / "out")
-    words = [
-        "--tables",
-        str(tables),
-        "--output",
-        output,
-        "--tokenizer",
-        "published",
-        "--published",
-        str(published),
-    ]
-    job.run(parse(*words))
-    published.write_text("\n".join(["item_id,c1,c2", *rows[5:]]))
-    with pytest.raises(
-        UserError, match=r"none for 5 of the catalogue's 40 \(such as '100'\)"
-    ):
-        job.run(parse(*words, "--overwrite"))
-
-    assert read_manifest(output + "/trie").info["items"] == 40

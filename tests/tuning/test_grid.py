@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from core.errors import UserError
 from core.options import build
 from models.retrieval.sasrec import SASRecConfig
 from models.training.fit_config import FitConfig
-from tuning.grid import Grid, Sweep, load_sweep
+from tuning.grid import Sweep, load_sweep
 from tuning.options import SweepConfig
 
 GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
@@ -43,21 +40,6 @@ def load(tmp_path: Path) -> Load:
 
 def list_points(sweep: Sweep) -> list[dict[str, Any]]:
     return [trial.point for trial in sweep.trials.values()]
-
-
-@given(
-    st.lists(
-        st.lists(st.integers(0), min_size=1, max_size=4, unique=True),
-        min_size=1,
-        max_size=3,
-    )
-)
-def test_points_are_the_product(values: list[list[int]]) -> None:
-    keys = ["fit.warmup_steps", "fit.seed", "fit.patience"][: len(values)]
-    grid = Grid(name="g", source="a test", axes=dict(zip(keys, values, strict=True)))
-    combinations = itertools.product(*values)
-    product = [dict(zip(keys, chosen, strict=True)) for chosen in combinations]
-    assert grid.list_points() == product
 
 
 def test_a_sample_has_no_point_twice_and_is_always_the_same(load: Load) -> None:
@@ -119,20 +101,6 @@ def test_axes_in_together_vary_in_parallel(load: Load) -> None:
     sweep = load(axes, together=[["fit.lr", "fit.seed"]])
     values = [tuple(point.values()) for point in list_points(sweep)]
     assert values == [(0.1, 5, 8), (0.1, 5, 4), (0.2, 6, 8), (0.2, 6, 4)]
-
-
-def test_points_are_crossed_with_axes(load: Load) -> None:
-    sweep = load(
-        {"fit.seed": [1, 2]}, points=[{"model.dim": 8}, {"model.num_layers": 1}]
-    )
-    third = list_points(sweep)[2]
-    assert third == {"model.num_layers": 1, "fit.seed": 1}
-
-
-def test_axes_options_replace_and_add_axes(load: Load) -> None:
-    options = {"axes": {"fit.lr": [3], "fit.seed": [1, 2]}}
-    points = list_points(load({"fit.lr": [0.1, 0.2]}, options))
-    assert points == [{"fit.lr": 3, "fit.seed": seed} for seed in (1, 2)]
 
 
 @pytest.mark.parametrize(
