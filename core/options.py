@@ -209,15 +209,13 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
     the types of the config. A repeated option of a list has several items. Text for a
     section, such as `--tokenizer psid --tokenizer.levels 4`, is its name.
     """
-    options = {option.key: option for option in list_options(config_class)}
-    options["config"] = Option("config", (list[str],), [], "")
+    options = {option.key: option.types for option in list_options(config_class)}
+    options["config"] = (list[str],)
     mappings = [
         key
-        for key, option in options.items()
-        if any(
-            get_origin(kind) is dict and get_args(kind)[1] is not Any
-            for kind in option.types
-        )
+        for key, types in options.items()
+        for kind in types
+        if get_origin(kind) is dict and get_args(kind)[1] is not Any
     ]
     content: dict[str, Any] = {}
     rest = list(words)
@@ -227,7 +225,7 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
             raise UserError(f"'{word}' belongs to no option")
         key, has_value, text = word[2:].partition("=")
         key = key.replace("-", "_")
-        types = options[key].types if key in options else ()
+        types = options.get(key, ())
         if not has_value and (not rest or rest[0].startswith("--")):
             if types and bool not in types:
                 raise UserError(f"--{key} has no value")
@@ -236,9 +234,10 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
             text = rest.pop(0)
         is_nested = text[:1] in ("[", "{") or text == "null"
         value: Any = parse_scalar(text) if is_nested else text
-        mapping = next((name for name in mappings if key.startswith(f"{name}.")), "")
-        name = key.removeprefix(f"{mapping}.") if mapping else key.split(".")[-1]
-        sections = mapping.split(".") if mapping else key.split(".")[:-1]
+        *sections, name = key.split(".")
+        for mapping in mappings:
+            if key.startswith(f"{mapping}."):
+                sections, name = mapping.split("."), key.removeprefix(f"{mapping}.")
         node = content
         for section in sections:
             if not isinstance(node.setdefault(section, {}), dict):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from core.errors import UserError, pluralize
 from jobs import cli
 from pipelines.start import start_ray
-from tuning.options import SweepConfig
+from tuning.grid import SweepConfig
 
 if TYPE_CHECKING:
     import polars as pl

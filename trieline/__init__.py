@@ -28,7 +28,7 @@ from pipelines.training.config import TrainConfig
 from trieline.commands import evaluate, sweep
 from trieline.data import dataset, tables
 from trieline.trained import load
-from tuning.options import SweepConfig
+from tuning.grid import SweepConfig
 
 __all__ = [
     "AuditConfig",

@@ -13,8 +13,7 @@ from pipelines.evaluation.nearest import write_nearest
 from pipelines.evaluation.result import Result
 from pipelines.start import start_ray
 from pipelines.steps import measure_checkpoint
-from tuning.grid import load_sweep
-from tuning.options import SweepConfig
+from tuning.grid import SweepConfig, load_sweep
 from tuning.sweep import run_sweep
 
 

@@ -8,6 +8,9 @@ values and the published results. An axis is a dotted key of jobs.train's config
 `checkpoint` or an option of jobs.evaluate (`evaluate.beam`). `points` lists settings
 that are not a product of axes. The user gives values to an axis that has none
 (`--axes.sids '[A, B]'`).
+
+Importing this module imports neither PyTorch nor Ray, so that a command line is parsed
+before their import.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute, join
 from core.options import (
     STRICT,
+    Free,
     build,
     merge,
     path_fields,
@@ -38,14 +42,70 @@ from core.schemas import RunRef
 from models.own_code import name_metric
 from pipelines import tracking
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.tracking.runs import command_line
-from pipelines.training.config import TrainConfig, check_run_name
-from pipelines.training.ray_train import wants_gpu
-from pipelines.training.run import locate_encoders
-from tuning.options import SweepConfig
+from pipelines.training.config import RayOptions, TrainConfig, check_run_name
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class SweepConfig:
+    """Options of jobs.sweep."""
+
+    grid: str
+    """Grid file, such as tuning/grids/sid_mlp_alpha.yaml."""
+    tables: str = ""
+    """TABLES: the folder that jobs.prepare made."""
+    storage: str = ""
+    """Folder for all runs: checkpoints, and MLflow's SQLite store unless tracking_uri
+    names another store."""
+    name: str = ""
+    """Name of this sweep; by default the name of the grid."""
+    sids: str | None = None
+    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    text: str | None = None
+    """TEXT: the folder that jobs.encode made, for search models; optional for models of
+    actions."""
+    smoke: bool = False
+    """Run the grid's small variant. Comparisons of the experiment exclude its
+    trials."""
+    dry_run: bool = False
+    """Print the trials without running them."""
+    samples: PositiveInt | None = None
+    """Number of points drawn from the grid; by default the grid's setting."""
+    model: dict[str, Free] = field(default_factory=dict)
+    """Model options of all trials, such as --model.teacher."""
+    fit: dict[str, Free] = field(default_factory=dict)
+    """Training options of all trials, such as --fit.max_epochs."""
+    evaluate: dict[str, Free] = field(default_factory=dict)
+    """Options of jobs.evaluate of all trials, for a grid of evaluations."""
+    axes: dict[str, list[Free]] = field(default_factory=dict)
+    """Values of an axis, such as --axes.fit.seed '[42, 43, 44]'; may add an axis."""
+    concurrency: NonNegativeInt = 0
+    """Largest number of trials that run at once; 0: as many as the cluster holds. For
+    trials of several workers that number is taken from the nodes at the start, and is
+    at least 16 on a cluster, so that waiting trials make an autoscaler start nodes."""
+    test: bool = True
+    """Evaluate each finished trial on the test split too. The best trial is chosen on
+    the validation split in any case."""
+    ray: RayOptions = field(default_factory=RayOptions)
+    """Workers and resources of each trial."""
+    trust_code: bool = False
+    """Whether to run code that a checkpoint contains; by default only code equal to a
+    file that the sweep names runs."""
+    tracking_uri: str | None = None
+    """MLflow tracking URI; by default MLFLOW_TRACKING_URI, else a SQLite file in the
+    storage folder."""
+    experiment: str | None = None
+    """MLflow experiment; by default KIND/DATASET."""
+
+    def __post_init__(self) -> None:
+        for name in ("tables", "storage"):
+            if not (self.dry_run or getattr(self, name)):
+                raise ValueError(
+                    f"--{name} is missing; it is required without --dry_run"
+                )
+        object.__setattr__(self, "storage", absolute(self.storage))
 
 
 @dataclass(config=STRICT)
@@ -165,6 +225,8 @@ class Sweep(NamedTuple):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Device type of a trial's model."""
+        from pipelines.training.ray_train import wants_gpu
+
         return "cuda" if wants_gpu(self.config.ray) else "cpu"
 
 
@@ -193,7 +255,7 @@ def load_sweep(config: SweepConfig) -> Sweep:
     check_run_name(name)
     config = replace(config, name=name)
     uri = tracking.resolve_uri(config.tracking_uri, config.storage)
-    sweep = Sweep(config, grid, {}, RunRef(uri, "", ""), command_line())
+    sweep = Sweep(config, grid, {}, RunRef(uri, "", ""), tracking.command_line())
     points = grid.list_points()
     if grid.samples and grid.samples < len(points):
         drawn = random.Random(0).sample(range(len(points)), grid.samples)
@@ -212,6 +274,8 @@ def load_sweep(config: SweepConfig) -> Sweep:
 
 def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | EvaluateConfig:
     """Build the configuration of the trial of a point."""
+    from pipelines.training.run import locate_encoders
+
     config, ray = sweep.config, sweep.config.ray
     content: dict[str, Any] = {
         "tables": config.tables or "TABLES",  # a dry run may name none

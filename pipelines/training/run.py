@@ -69,7 +69,7 @@ class TrainingResult:
     """The MLflow run."""
     epochs: int
     """Number of epochs that the run was trained for."""
-    seconds: float
+    seconds: float = 0.0
     """Duration of this call."""
     was_finished: bool = False
     """Whether an earlier call finished the run, so that this one did nothing."""
@@ -122,7 +122,7 @@ def run_training(
         if record:
             check_continues(config, hashes, record)
             if is_complete(record, config.fit.max_epochs):
-                return load_finished(config, record)
+                return load_result(config, record, was_finished=True)
         from pipelines.training.ray_train import run_workers, wants_gpu
 
         is_submitted = bool(os.environ.get("RAY_ADDRESS"))
@@ -152,15 +152,9 @@ def run_training(
             last = checkpoint.last(folder)
             if last is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")
-            best = finish_run(folder, record, last, config.log_model, say=say)
-    return TrainingResult(
-        name=config.name,
-        checkpoint=join(folder, BEST),
-        best=best,
-        run=record.run,
-        epochs=last.epoch,
-        seconds=time.monotonic() - began,
-    )
+            finish_run(folder, record, last, config.log_model, say=say)
+    finished = replace(record, epochs=last.epoch)
+    return load_result(config, finished, seconds=time.monotonic() - began)
 
 
 def is_complete(record: RunRecord, max_epochs: int) -> bool:
@@ -195,18 +189,13 @@ def check_continues(
         )
 
 
-def load_finished(config: TrainConfig, record: RunRecord) -> TrainingResult:
-    """Return the result of a run that an earlier call finished."""
-    best = join(config.folder, BEST)
-    return TrainingResult(
-        name=config.name,
-        checkpoint=best,
-        best=checkpoint.read(best),
-        run=record.run,
-        epochs=record.epochs,
-        seconds=0.0,
-        was_finished=True,
-    )
+def load_result(
+    config: TrainConfig, record: RunRecord, **fields: Any
+) -> TrainingResult:
+    """Return the result of a finished run."""
+    uri = join(config.folder, BEST)
+    best = checkpoint.read(uri)
+    return TrainingResult(config.name, uri, best, record.run, record.epochs, **fields)
 
 
 def check_resources(
@@ -354,7 +343,7 @@ def finish_run(
     log_model: bool = False,
     stopped: bool = False,
     say: Callable[[str], None] = print,
-) -> Checkpoint:
+) -> None:
     """Copy the best checkpoint of a run to `best`, and log its results to MLflow.
 
     The status in `run.json` becomes `finished` last.
@@ -366,9 +355,6 @@ def finish_run(
         log_model: Whether to store the best model in MLflow.
         stopped: Whether the scheduler of a sweep stopped the run early.
         say: Called with a line about the model.
-
-    Returns:
-        The best checkpoint's `config.json`.
     """
     run, best_folder = record.run, join(folder, BEST)
     checkpoint.remove_steps(folder, last)  # an interrupted upload may be left
@@ -399,7 +385,6 @@ def finish_run(
         values=best.metrics,
     )
     write_record(folder, finished)
-    return best
 
 
 def copy_weights(source: str, target: str) -> Checkpoint:
@@ -449,7 +434,11 @@ def resolve_training(
         ray = replace(ray, num_workers=1, min_workers=0)
     check_fit(config.fit, model_class, catalogue)
     for workers in range(ray.fewest_workers, ray.num_workers + 1):
-        check_batch(config.fit.batch_size, workers)
+        if config.fit.batch_size % workers:
+            raise UserError(
+                f"fit.batch_size {config.fit.batch_size} does not divide by {workers} "
+                "workers"
+            )
     init = config.init
     if init:
         init = checkpoint.locate(init)
@@ -464,14 +453,6 @@ def resolve_training(
         tracking_uri=tracking_uri,
     )
     return resolved_config, catalogue.hashes
-
-
-def check_batch(batch_size: int, workers: int) -> None:
-    """Raise UserError if a batch cannot be divided equally among the workers."""
-    if batch_size % workers:
-        raise UserError(
-            f"fit.batch_size {batch_size} does not divide by {workers} workers"
-        )
 
 
 def locate_encoders(model: Any) -> Any:

@@ -13,8 +13,7 @@ from core.errors import UserError
 from core.options import build
 from models.retrieval.sasrec import SASRecConfig
 from models.training.fit_config import FitConfig
-from tuning.grid import Sweep, load_sweep
-from tuning.options import SweepConfig
+from tuning.grid import Sweep, SweepConfig, load_sweep
 
 GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
 SASREC = {"model.name": "sasrec", "model.dim": 16, "fit.lr": 0.01}

@@ -28,8 +28,7 @@ from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.result import load_test_metrics
 from pipelines.training.record import find_checkpoint
-from tuning.grid import load_sweep
-from tuning.options import SweepConfig
+from tuning.grid import SweepConfig, load_sweep
 from tuning.sweep import find_best, run_sweep
 
 ROOT = Path(__file__).parents[2]
