@@ -179,14 +179,11 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
     from obstore.exceptions import BaseError
 
     done = threading.Event()
-    lost = threading.Event()
 
     def send_heartbeats() -> None:
-        while not done.wait(HEARTBEAT_S):
+        while lock.is_held and not done.wait(HEARTBEAT_S):
             with suppress(BaseError):  # the next heartbeat may reach the storage
-                if not lock.write(lock.version):
-                    lost.set()
-                    return
+                lock.is_held = lock.write(lock.version)
 
     with storage_errors(uri):
         try:
@@ -202,7 +199,7 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
         done.set()
         thread.join()
         lock.release()
-    if lost.is_set():
+    if not lock.is_held:
         raise UserError(
             f"another process acquired the lock {uri} meanwhile, because this process "
             f"sent no heartbeat for {EXPIRES_S:g} s"
@@ -223,6 +220,8 @@ class _LockObject:
             f"process {os.getpid()} on {socket.gethostname()}, since {started}"
         )
         self.id = uuid.uuid4().hex
+        self.is_held = True
+        """Whether no other process has acquired the lock meanwhile."""
         self.version: Any = None
         """Version of the object that this process last wrote."""
 

@@ -581,7 +581,6 @@ class EmbeddingsInfo(TableInfo):
     """Arrays of the PCA in base64."""
     fitted_items: int | None = None
     """Number of first items that the PCA was fitted on; None for all."""
-    distinct_texts: int = 0
 
 
 @dataclass(config=CHECKED)

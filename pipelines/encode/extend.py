@@ -110,7 +110,6 @@ def extend_embeddings(
         encoded = precomputed.align(item_ids, say)
     else:
         texts = item_texts(rows, config.embed)
-        info.distinct_texts = len(set(texts))
         if len(texts) > num_old:
             new_texts = texts if is_compared else texts[num_old:]
             ranges = embed_ranges(new_texts, config.encoder, config.embed, say, num_fit)

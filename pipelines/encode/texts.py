@@ -464,7 +464,6 @@ def embed_items(
         blocks = iter([precomputed.align(rows["item_id"].to_pylist(), say)])
     else:
         texts = item_texts(rows, config.embed, say)
-        info.distinct_texts = len(set(texts))
         if config.encoder != "tfidf":
             check_encoder(config.encoder, *config.embed.encoder_options())
         blocks = embed_ranges(texts, config.encoder, config.embed, say)
@@ -756,10 +755,9 @@ def _write_texts(
     key = "item_index" if name == "items" else "query_index"
     width = vectors.shape[1]
     num_unknown = int((~vectors.any(axis=1)).sum())
-    info = EmbeddingsInfo(width=width, distinct_texts=len(set(texts)))
     note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
     say(
-        f"{name}: {len(texts):,} texts, {info.distinct_texts:,} distinct, width "
+        f"{name}: {len(texts):,} texts, {len(set(texts)):,} distinct, width "
         f"{width}{note}"
     )
     earlier = read_manifest(uri)
@@ -776,7 +774,7 @@ def _write_texts(
         "embeddings",
         embeddings_schema(width, [key]),
         write_vectors(uri, vectors, key),
-        info=info,
+        info=EmbeddingsInfo(width=width),
         extends=earlier.ancestry if earlier and extends else [],
         **manifest,
     )
