@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from pathlib import Path
 
 
@@ -14,5 +13,5 @@ def resident_peak_mb() -> float:
         lines = status.read_text().splitlines()
         (peak_kb,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
         return int(peak_kb) / 2**10
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    # macOS, which counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
