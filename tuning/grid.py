@@ -20,7 +20,7 @@ import itertools
 import json
 import random
 import re
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -232,12 +232,13 @@ class Sweep(NamedTuple):
 
 def load_sweep(config: SweepConfig) -> Sweep:
     """Load the grid of a sweep, and build the configuration of each trial."""
-    grid = build(Grid, {"name": Path(config.grid).stem, **read_yaml(config.grid)})
-    content = asdict(grid)
+    content = {"name": Path(config.grid).stem, **read_yaml(config.grid)}
     if config.smoke:
-        content = merge({**content, "scheduler": {}}, grid.smoke)
-    samples = config.samples or content["samples"]
-    grid = build(Grid, merge(content, {"axes": config.axes, "samples": samples}))
+        content = merge({**content, "scheduler": {}}, content.get("smoke", {}))
+    content = merge(content, {"axes": config.axes})
+    if config.samples:
+        content["samples"] = config.samples
+    grid = build(Grid, content)
     split, _, metric = grid.metric.partition("/")
     grid.metric = f"{split}/{name_metric(metric)}"
     for key in [*grid.keys, "fit.metric"]:

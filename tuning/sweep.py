@@ -418,7 +418,7 @@ def finish_sweep(
         copy_weights(best["checkpoint"], join(sweep.folder, BEST))
     record.status = "failed" if len(missing) else "finished"
     write_record(sweep.folder, record)
-    tracking.log_yaml(record.run, asdict(sweep.grid), "grid.yaml")
+    client.log_dict(run_id, asdict(sweep.grid), "grid.yaml")
     if best:
         logger.update({f"best/{sweep.metric}": best["value"]}, len(results))
         logger.tag(**{tracking.BEST_TAG: best["run_id"]})

@@ -286,8 +286,3 @@ def describe_hardware(gpu: str = "") -> str:
 def log_text(run: RunRef, text: str, name: str) -> None:
     """Log text as an artifact."""
     connect(run.uri).log_text(run.run_id, text, name)
-
-
-def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
-    """Log content as a YAML artifact; `name` ends in `.yaml`."""
-    connect(run.uri).log_dict(run.run_id, content, name)
