@@ -74,27 +74,6 @@ def is_longer(record: RunRecord, max_epochs: int) -> bool:
     )
 
 
-def check_same(
-    record: RunRecord,
-    identity: dict[str, Any],
-    hashes: dict[str, str],
-) -> None:
-    """Raise UserError if a run would continue with other settings or tables.
-
-    Args:
-        record: The run's `run.json`.
-        identity: Settings of the training (`run.identify`).
-        hashes: Hashes of its tables, by table name.
-    """
-    may_change = MAY_CHANGE
-    if is_longer(record, identity["fit"]["max_epochs"]):
-        may_change = MAY_CHANGE | {"fit.max_epochs"}
-    check_equal(record.config, identity, may_change)
-    for table, value in hashes.items():
-        if record.hashes.get(table) != value:
-            raise UserError(f"the run was started with another table '{table}'", "name")
-
-
 def check_equal(
     before: dict[str, Any], now: dict[str, Any], may_change: Collection[str] = ()
 ) -> None:

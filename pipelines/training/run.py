@@ -38,8 +38,9 @@ from pipelines.start import start_ray
 from pipelines.training.backends import LocalBackend
 from pipelines.training.config import TrainConfig
 from pipelines.training.record import (
+    MAY_CHANGE,
     RUN,
-    check_same,
+    check_equal,
     is_longer,
     read_record,
     write_record,
@@ -179,7 +180,13 @@ def check_continues(
     config: TrainConfig, hashes: dict[str, str], record: RunRecord
 ) -> None:
     """Raise UserError if a run was begun with other settings, tables or experiment."""
-    check_same(record, identify(config), hashes)
+    may_change = MAY_CHANGE
+    if is_longer(record, config.fit.max_epochs):
+        may_change = MAY_CHANGE | {"fit.max_epochs"}
+    check_equal(record.config, identify(config), may_change)
+    for table, value in hashes.items():
+        if record.hashes.get(table) != value:
+            raise UserError(f"the run was started with another table '{table}'", "name")
     experiment = record.run.experiment
     if config.experiment not in (None, "", experiment):
         raise UserError(
