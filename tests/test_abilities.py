@@ -21,9 +21,9 @@ PROBES = {
     "models/search/hllm.py": "configs of Hugging Face",
     "pipelines/serving/served_model.py": "messages of refusals, which MLflow assigns too",
     "tuning/grid.py": "configs of students, of which some train all parts",
-    "core/files.py": "named tuples, which share no base class",
+    "models/retrieval/retriever.py": "configs of models, of which some choose scores",
+    "models/retrieval/distillation/teacher.py": "configs of students, of which some cache",
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
-    "core/tables.py": "infos, which may have no version of their own",
     "pipelines/prepare/kinds/summary.py": "infos of sequences, of which two layouts count ties",
     "pipelines/prepare/run.py": "infos of tables, of which some have stamps of files",
 }
