@@ -10,17 +10,10 @@ import importlib
 import json
 import os
 import random
-import shlex
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import mlflow
 import pandas
@@ -182,59 +175,6 @@ def test_the_pages_of_search_and_of_serving(
         answer = evaluate_call(code, "model.predict", names)
         assert set(answer["item_id"][0]) == {"i033", "i142", "i198"}
         assert answer["score"].explode().between(0, 1).all()
-        if "timestamp_ms" in code.rpartition("model.predict")[2]:
-            scores = dict(zip(answer["item_id"][0], answer["score"][0], strict=True))
-    answer = request_by_http(read_page("serving.md", "Over HTTP"))
-    http_scores = dict(zip(answer["item_id"], answer["score"], strict=True))
-    assert http_scores == pytest.approx(scores, abs=1e-6)
-
-
-def request_by_http(text: str) -> dict[str, Any]:
-    """Start the server of the page on a free port, and send the page's request.
-
-    Return the first row of the answer.
-    """
-    lines = "".join(content for _, content in read_blocks(text)).split("$ ")
-    (serve,) = [shlex.split(line) for line in lines if line.startswith("mlflow ")]
-    (curl,) = [shlex.split(line) for line in lines if line.startswith("curl ")]
-    assert (serve[-2:], curl[1]) == (["--port", "5001"], "localhost:5001/invocations")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    command = [sys.executable, "-m", *serve[:-1], port]
-    # The programs of the virtual environment, as after `activate`.
-    programs = str(Path(sys.executable).parent)
-    path = os.pathsep.join([programs, os.environ.get("PATH", "")])
-    request = Request(
-        f"http://localhost:{port}/invocations",
-        curl[curl.index("--data") + 1].encode(),
-        {"Content-Type": "application/json"},
-    )
-    with subprocess.Popen(
-        command, start_new_session=True, env=os.environ | {"PATH": path}
-    ) as server:
-        try:
-            wait_for_server(f"http://localhost:{port}/ping", server)
-            with urlopen(request) as answer:
-                return dict(json.load(answer)["predictions"][0])
-        finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGTERM)
-
-
-def wait_for_server(address: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait until the server answers.
-
-    Raises:
-        RuntimeError: if the server has ended.
-    """
-    while server.poll() is None:
-        try:
-            urlopen(address).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise RuntimeError(f"the server has ended with {server.returncode}")
 
 
 def test_the_page_of_new_items_of_a_feed(

@@ -48,20 +48,6 @@ def use_shipped_source(words: list[str]) -> list[str]:
     return words
 
 
-def test_the_pages_have_commands_of_every_job() -> None:
-    jobs = {str(param.values[0]).removeprefix("jobs.") for param in JOBS}
-    assert {
-        "prepare",
-        "audit",
-        "tokenize",
-        "encode",
-        "train",
-        "evaluate",
-        "sweep",
-        "compare",
-    } <= jobs
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_have_existing_targets(page: Path) -> None:
     for link in read_links(page.read_text()):

@@ -236,31 +236,3 @@ def check_recommendation_rows(
         assert row["score"] == sorted(row["score"], reverse=True)
         if unseen:
             assert not {item_ids[item] for item in history} & set(row["item_id"])
-
-
-def test_inference_on_ray_writes_the_same_table(
-    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inference, "USERS_PER_PART", 15)
-    tables, text = write_search(tmp_path)
-    serve_ranker({"name": "qgs"}, tmp_path, tables, text, max_history=12)
-
-    rows_by_actors = {}
-    for actors in (1, 2):
-        out = str(tmp_path / f"out{actors}")
-        config = Config(
-            checkpoint=str(tmp_path / "qgs"),
-            tables=tables,
-            text=text,
-            batch_inference=out,
-            shards=actors,
-        )
-        inference.infer_all(config)
-        rows_by_actors[actors] = read_rows(out)
-
-    for row, ray_row in zip(rows_by_actors[1], rows_by_actors[2], strict=True):
-        for column, value in row.items():
-            if column.startswith("score"):
-                assert ray_row[column] == pytest.approx(value, abs=1e-6)
-            else:
-                assert ray_row[column] == value
