@@ -232,8 +232,17 @@ def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
     if length <= size:
         return [None]
     with filesystem.open_input_file(path) as stream:
-        if kind == "parquet":
-            return _split_row_groups(pq.read_metadata(stream), size)
+        if kind == "parquet":  # about `size` bytes of row groups in each part
+            metadata = pq.read_metadata(stream)
+            first_groups: dict[int, int] = {}  # by the index of a part
+            offset = 0
+            for number in range(metadata.num_row_groups):
+                first_groups.setdefault(offset // size, number)
+                group = metadata.row_group(number)
+                for i in range(group.num_columns):
+                    offset += group.column(i).total_compressed_size
+            bounds = [*first_groups.values(), metadata.num_row_groups]
+            return [FilePart(*bound) for bound in pairwise(bounds)]
         head = stream.read(1 << 12)
     is_json_array = kind == "jsonl" and _is_array(head)
     is_plain = not files.needs_decoding and not _detect_compression(head)
@@ -242,19 +251,6 @@ def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
     return [
         FilePart(start, min(start + size, length)) for start in range(0, length, size)
     ]
-
-
-def _split_row_groups(metadata: Any, size: int) -> list[FilePart | None]:
-    """Return parts of a Parquet file with about `size` bytes of row groups each."""
-    first_groups: dict[int, int] = {}  # by the index of a part
-    offset = 0
-    for number in range(metadata.num_row_groups):
-        first_groups.setdefault(offset // size, number)
-        group = metadata.row_group(number)
-        for i in range(group.num_columns):
-            offset += group.column(i).total_compressed_size
-    bounds = [*first_groups.values(), metadata.num_row_groups]
-    return [FilePart(start, end) for start, end in pairwise(bounds)]
 
 
 def _detect_compression(head: bytes) -> str | None:
@@ -738,7 +734,8 @@ def _parse_line_by_line(
             position, reader = start + 1, None
         if reason:
             record = "".join(lines[start:position]).rstrip("\r\n")
-            record = _restore_quotes(_replace_escaped(record), files)
+            record = record.encode(errors="surrogateescape").decode(errors="replace")
+            record = _restore_quotes(record, files)
             number = len(rows) + len(broken)
             broken.append((number, f"row: {reason}", record[:MAX_QUOTED_CHARS]))
         elif cells:
@@ -746,11 +743,6 @@ def _parse_line_by_line(
     num_bytes = len("".join(lines[:position]).encode(errors="surrogateescape"))
     frame = pl.DataFrame(rows, dict.fromkeys(columns, pl.String), orient="row")
     return frame, broken, num_bytes
-
-
-def _replace_escaped(text: str) -> str:
-    """Replace bytes that are not UTF-8 by the replacement character."""
-    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
@@ -969,8 +961,16 @@ def _read_parquet(
             groups = range(piece.start, piece.end)
         row = 0
         for group in groups:
+            metadata = parquet.metadata.row_group(group)
+            size = 0  # bytes in memory
+            for i in range(metadata.num_columns):
+                column = metadata.column(i)
+                if column.path_in_schema.split(".")[0] in columns:
+                    # dictionary-encoded values take less in the file than in memory
+                    size += max(column.total_uncompressed_size, 8 * column.num_values)
+            num_rows = BLOCK_BYTES * metadata.num_rows // max(size, 1)
             batches = parquet.iter_batches(
-                _rows_per_frame(parquet.metadata.row_group(group), columns),
+                max(1, min(MAX_FRAME_ROWS, num_rows)),
                 row_groups=[group],
                 columns=columns,
                 use_threads=False,
@@ -981,17 +981,6 @@ def _read_parquet(
                 rows = frame.select(columns).with_columns(numbers)
                 yield ParsedRows(rows, missing=missing)
                 row += len(frame)
-
-
-def _rows_per_frame(group: Any, columns: list[str]) -> int:
-    """Return the number of rows that take about BLOCK_BYTES in memory."""
-    size = 0
-    for i in range(group.num_columns):
-        column = group.column(i)
-        if column.path_in_schema.split(".")[0] in columns:
-            # dictionary-encoded values take less in the file than in memory
-            size += max(column.total_uncompressed_size, 8 * column.num_values)
-    return max(1, min(MAX_FRAME_ROWS, BLOCK_BYTES * group.num_rows // max(size, 1)))
 
 
 def _to_text(column: pa.Array) -> Any:

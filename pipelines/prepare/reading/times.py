@@ -130,7 +130,12 @@ def parse_times(
     """
     kind = values.dtype
     if isinstance(kind, pl.Datetime) or kind == pl.Date:
-        parsed = _parse_typed(values, time)
+        moments = values.cast(pl.Datetime("us")) if kind == pl.Date else values
+        if time.zone and moments.dtype.time_zone is None:  # type: ignore[attr-defined]
+            moments = moments.dt.replace_time_zone(
+                time.zone, ambiguous="earliest", non_existent="null"
+            )
+        parsed = moments.dt.epoch("us") // 1000
     elif kind == pl.String or kind == pl.Null:
         parsed = _parse_text(values.cast(pl.String).str.strip_chars(), time)
     elif kind.is_numeric() and time.unit != "iso":
@@ -139,17 +144,6 @@ def parse_times(
         raise TypeError(f"{what} is {kind}, not times as {time.notation}")
     parsed = parsed.cast(pl.Int64)
     return parsed, _reject_times(values, parsed, time, what, past)
-
-
-def _parse_typed(values: pl.Series, time: Time) -> pl.Series:
-    """Convert dates and datetimes to epoch ms."""
-    if values.dtype == pl.Date:
-        values = values.cast(pl.Datetime("us"))
-    if time.zone and values.dtype.time_zone is None:  # type: ignore[attr-defined]
-        values = values.dt.replace_time_zone(
-            time.zone, ambiguous="earliest", non_existent="null"
-        )
-    return values.dt.epoch("us") // 1000
 
 
 def _reject_times(
@@ -221,7 +215,10 @@ def _parse_by_python(text: str, time: Time) -> int | None:
     zone = ZoneInfo(time.zone) if time.zone else UTC
     try:
         if time.format is None:
-            moment = _parse_iso(text)
+            # ISO 8601, or a variant that PostgreSQL and other systems write
+            text = re.sub(r"\s*(UTC|GMT|[Zz])$", "+00:00", text)
+            text = re.sub(r"\s+(?=[+-]\d\d(:?\d\d)?$)", "", text)
+            moment = datetime.fromisoformat(text)
         else:
             moment = datetime.strptime(text, time.format)
             if "%Z" in time.format:  # strptime parses the zone's name and ignores it
@@ -266,7 +263,13 @@ def _parse_by_polars(text: pl.Series, time: Time) -> pl.Series:
         column = column.str.replace(r"[Zz]$", "+00:00")
         formats = ["%Y-%m-%dT%H:%M:%S%.f%z", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d"]
     else:
-        column, formats = _convert_format(column, time.format)
+        time_format = time.format
+        if time_format.count(",") == 1 and ",%f" in time_format:  # a decimal comma
+            time_format = time_format.replace(",%f", "%.f")
+            column = column.str.replace(r",(\d+)", ".$1")
+        time_format = time_format.replace(".%f", "%.f")
+        directives = set(re.findall(r"%(.)", time_format.replace("%.f", "")))
+        formats = [time_format] if directives <= SHARED_DIRECTIVES else []
     attempts = []
     for polars_format in formats:
         is_iso_date = time.format is None and polars_format == "%Y-%m-%d"
@@ -275,16 +278,6 @@ def _parse_by_polars(text: pl.Series, time: Time) -> pl.Series:
         if attempts:
             return text.to_frame("text").select(pl.coalesce(attempts)).to_series()
     return pl.repeat(None, len(text), dtype=pl.Int64, eager=True)
-
-
-def _convert_format(column: pl.Expr, time_format: str) -> tuple[pl.Expr, list[str]]:
-    """Convert a format of `strptime` to one of polars."""
-    if time_format.count(",") == 1 and ",%f" in time_format:  # a decimal comma
-        time_format = time_format.replace(",%f", "%.f")
-        column = column.str.replace(r",(\d+)", ".$1")
-    time_format = time_format.replace(".%f", "%.f")
-    directives = set(re.findall(r"%(.)", time_format.replace("%.f", "")))
-    return column, [time_format] if directives <= SHARED_DIRECTIVES else []
 
 
 def _parse_format(
@@ -308,12 +301,6 @@ def _parse_format(
         )
         parsed = parsed.dt.convert_time_zone("UTC")
     return parsed.dt.epoch("us").floordiv(1000)
-
-
-def _parse_iso(text: str) -> datetime:
-    """Parse an ISO 8601 time, or a variant that PostgreSQL and other systems write."""
-    text = re.sub(r"\s*(UTC|GMT|[Zz])$", "+00:00", text)
-    return datetime.fromisoformat(re.sub(r"\s+(?=[+-]\d\d(:?\d\d)?$)", "", text))
 
 
 def parse_iso_ms(text: str) -> int | None:

@@ -69,16 +69,12 @@ class Task(TaskSettings):
                 number label has none.
         """
         for label in self.labels:
-            kind = label_type(label, labels, f"tasks.{name}")
-            if kind == "bool" and self.threshold is not None:
-                raise ValueError(
-                    f"tasks.{name}: label '{label}' is bool, which has no threshold"
-                )
-            if kind != "bool" and self.threshold is None:
-                raise ValueError(
-                    f"tasks.{name}: label '{label}' is a number, so give 'above' "
-                    f"or 'at_least'"
-                )
+            is_bool = label_type(label, labels, f"tasks.{name}") == "bool"
+            if is_bool != (self.threshold is None):
+                fault = "bool, which has no threshold"
+                if not is_bool:
+                    fault = "a number, so give 'above' or 'at_least'"
+                raise ValueError(f"tasks.{name}: label '{label}' is {fault}")
 
     @property
     def holds(self) -> pl.Expr:

@@ -12,7 +12,6 @@ features.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -226,7 +225,16 @@ class ActionsBuilder(SequenceBuilder):
                 line = f"dropped: {name} is {reason}, so there is nothing to learn"
             run.report(line)
         dropped = {} if run.grows else labels.constant
-        actions = drop_constants(builder.actions, dropped)
+        actions = builder.actions
+        tasks = {n: t for n, t in actions.tasks.items() if f"task {n}" not in dropped}
+        inputs = {
+            name: action
+            for name, action in actions.inputs.items()
+            if f"action {name}" not in dropped
+        }
+        counted = [name for name in actions.counted_labels if name in tasks]
+        counts = replace(actions.counts, counted_labels=counted)
+        actions = ActionsConfig(tasks, inputs, counts)
         return replace(builder, actions=actions, labels=labels, dropped=dropped)
 
     def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
@@ -318,14 +326,15 @@ def _part_label_stats(
     num_events: Counter[str] = Counter()
     count_splits(num_events, "events", events)
     train = events.filter(split="train")
+    values = {
+        f"action {name}": action.values(train)
+        for name, action in builder.actions.inputs.items()
+    }
+    for name, task in builder.actions.tasks.items():
+        values[f"task {name}"] = train.select(task.holds).to_series().to_numpy()
     ranges: Ranges = {}
     if train.height:
-        for name, task in builder.actions.tasks.items():
-            values = train.select(task.holds).to_series().to_numpy()
-            ranges[f"task {name}"] = float(values.min()), float(values.max())
-        for name, action in builder.actions.inputs.items():
-            values = action.values(train)
-            ranges[f"action {name}"] = float(values.min()), float(values.max())
+        ranges = {n: (float(v.min()), float(v.max())) for n, v in values.items()}
     categories = TrainingValues.from_frame(train.select(builder.categories))
     return num_events, ranges, categories
 
@@ -349,15 +358,12 @@ def compute_label_stats(
             f"{' and '.join(empty)} ({counts})"
         )
     constant: dict[str, str] = {}
-    actions = builder.actions
+    actions, rows = builder.actions, f"all {num_events['train']:,} training events"
     for kind, names in (("task", actions.tasks), ("action", actions.inputs)):
-        for name in names:
-            key = f"{kind} {name}"
+        for key in (f"{kind} {name}" for name in names):
             lows, highs = zip(*(part[key] for _, part, _ in parts if part), strict=True)
             if min(lows) == max(highs):
-                constant[key] = (
-                    f"{min(lows):g} for all {num_events['train']:,} training events"
-                )
+                constant[key] = f"{min(lows):g} for {rows}"
         if all(f"{kind} {name}" in constant for name in names):
             raise UserError(
                 f"every {kind} is constant in training ({', '.join(constant)})"
@@ -367,24 +373,6 @@ def compute_label_stats(
     viewers = {plain_name(c.name): list(c.values) for c in described if not c.buckets}
     hashed = tuple(c.name for c in described if c.buckets)
     return LabelStats(constant, viewers, hashed)
-
-
-def drop_constants(
-    actions: ActionsConfig, constant: Mapping[str, str]
-) -> ActionsConfig:
-    """Return the configuration without the tasks and inputs of `constant`."""
-    tasks = {
-        name: task
-        for name, task in actions.tasks.items()
-        if f"task {name}" not in constant
-    }
-    inputs = {
-        name: action
-        for name, action in actions.inputs.items()
-        if f"action {name}" not in constant
-    }
-    labels = [name for name in actions.counted_labels if name in tasks]
-    return ActionsConfig(tasks, inputs, replace(actions.counts, counted_labels=labels))
 
 
 def resolve_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
