@@ -240,9 +240,15 @@ class Executor:
         self._start_ray()
         import ray
 
+        limits, max_tasks = self.settings.resource_limits, MAX_PENDING_TASKS
+        if limits.cpu:
+            max_tasks = min(max_tasks, int(limits.cpu))
+        if limits.memory_gb and self.settings.memory_gb:
+            by_memory = int(limits.memory_gb / self.settings.memory_gb)
+            max_tasks = min(max_tasks, by_memory)
         pending: dict[Any, int] = {}
         while True:
-            free = self.max_pending_tasks - len(pending)
+            free = max(1, max_tasks) - len(pending)
             for index, reference in islice(references, free):
                 pending[reference] = index
             if not pending:
@@ -250,18 +256,6 @@ class Executor:
             [done], _ = ray.wait(list(pending), num_returns=1)
             with _unwrap_user_errors():
                 yield pending.pop(done), ray.get(done)
-
-    @property
-    def max_pending_tasks(self) -> int:
-        """Maximum number of unfinished tasks of `map_unordered`."""
-        limits = self.settings.resource_limits
-        max_tasks = MAX_PENDING_TASKS
-        if limits.cpu:
-            max_tasks = min(max_tasks, int(limits.cpu))
-        if limits.memory_gb and self.settings.memory_gb:
-            by_memory = int(limits.memory_gb / self.settings.memory_gb)
-            max_tasks = min(max_tasks, by_memory)
-        return max(1, max_tasks)
 
     def exchange(self, exchange: Exchange) -> Iterator[Any]:
         """Shuffle rows into partitions, and run a kernel on each partition.

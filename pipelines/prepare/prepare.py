@@ -95,7 +95,14 @@ def prepare(
         catalogue = open_table(join(config.catalogue, "items"), ItemsInfo)
     with ExitStack() as stack:
         stack.enter_context(writing(output_uri))
-        found = _find_tables(source, output_uri, overwrite=existing == "overwrite")
+        as_of = [f"{PREFIX}{name}" for name in source.as_of]
+        found: dict[str, Table] = {}
+        for name in (*TABLES, *as_of):
+            uri = join(output_uri, name)
+            if existing == "overwrite":
+                check_replaceable(uri, name)
+            elif table := find_table(uri, INFO_CLASSES.get(name, AsOfInfo)):
+                found[name] = table
         extends = existing == "append" and {"events", "rejects"} <= found.keys()
         partitions = config.partitions or 0
         if not partitions and extends:
@@ -128,7 +135,6 @@ def prepare(
         run = Run(source, input_uri, config, behaviour, report, executor, tables, grows)
         for line in describe_unread(source, input_uri):
             report(line)
-        as_of = [f"{PREFIX}{name}" for name in source.as_of]
         stack.enter_context(tables.clean_up_on_error(*TABLES, *as_of))
         events, load_stats = make_events(run, partitions)
         split = _choose_split(run, events, load_stats, catalogue)
@@ -147,18 +153,6 @@ def prepare(
     for line in collect_warnings(events, items, sequences):
         report(line)
     return statistics
-
-
-def _find_tables(source: Log, output_uri: str, *, overwrite: bool) -> dict[str, Table]:
-    """Open the tables of the output folder; none if they are overwritten."""
-    found: dict[str, Table] = {}
-    for name in (*TABLES, *(f"{PREFIX}{name}" for name in source.as_of)):
-        uri = join(output_uri, name)
-        if overwrite:
-            check_replaceable(uri, name)
-        elif table := find_table(uri, INFO_CLASSES.get(name, AsOfInfo)):
-            found[name] = table
-    return found
 
 
 def _choose_split(

@@ -44,20 +44,43 @@ def check_actions_tables(
     expected = expected_behaviours(tables, tables.users_events)
     expected = join_as_of(tables, add_count_times(tables, expected), "at")
     check_behaviours(users.drop(VECTORS), rows, expected, rules["behaviours"])
-    check_ends(tables, users, rows, rules["splits"])
-    for name, expected_columns in expected_values(tables, rows).items():
+    # `train_end` and `val_end` count a user's events before the two cuts
+    time, split = pl.col("timestamp_ms"), info.split
+    before = rows.group_by("row").agg(
+        train=(time < split.val_start_ms).sum(), val=(time < split.test_start_ms).sum()
+    )
+    ends = users.select("row", "user_id", "train_end", "val_end")
+    rules["splits"].rows += users.height
+    is_wrong = pl.any_horizontal(
+        pl.col(f"{name}_end").ne_missing(pl.col(name)) for name in ("train", "val")
+    )
+    rules["splits"].add_rows(
+        ends.join(before, on="row", how="left").filter(is_wrong).sort("row"),
+        "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the "
+        "cuts are {train}, {val} events",
+    )
+    definitions = info.definitions
+    tasks = {name: task_values(task) for name, task in definitions.tasks.items()}
+    actions = {n: action_values(action) for n, action in definitions.inputs.items()}
+    recomputed = {
+        "tasks": rows.select(**tasks).cast(pl.Float64),
+        "actions": rows.select(**actions),
+        "features": pl.DataFrame(expected_features(tables, rows)),
+    }
+    for name, frame in recomputed.items():
+        expected_columns = {column.name: column.to_numpy() for column in frame}
         rule = rules["windows" if name == "features" else "tasks"]
         rule.rows = rows.height
         noun = name.removesuffix("s")
         check_values(rows, values[name], names[name], expected_columns, noun, rule)
     check_as_of(tables, rules["features"])
     # the split of each event, by its index within its user's
-    ends = users.select("row", "train_end", "val_end")
+    ends = ends.drop("user_id")
     rows = rows.join(ends, on="row", how="left", maintain_order="left")
     is_train = pl.col("index") < pl.col("train_end")
     is_val = pl.col("index") < pl.col("val_end")
-    split = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
-    rows = rows.with_columns(split=split.otherwise(pl.lit("test")))
+    part = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
+    rows = rows.with_columns(split=part.otherwise(pl.lit("test")))
     counts: dict[str, int | dict[str, int]] = {
         "requests": count_per_split(rows),
         "users_with_candidates": count_per_split(rows.unique(["row", "split"])),
@@ -87,35 +110,6 @@ def add_count_times(tables: Tables, rows: pl.DataFrame) -> pl.DataFrame:
     val, test = tables.info.split.val_start_ms, tables.info.split.test_start_ms
     at = pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)
     return rows.with_columns(at=at)
-
-
-def check_ends(
-    tables: Tables, users: pl.DataFrame, rows: pl.DataFrame, rule: Rule
-) -> None:
-    """Check that `train_end` and `val_end` count a user's events before the two cuts.
-
-    Args:
-        tables: Tables under audit, which are read into memory.
-        users: Rows of `sequences`.
-        rows: Events of all users, with the `row` of their user.
-        rule: Rule that rows and violations are added to.
-    """
-    rule.rows += users.height
-    time = pl.col("timestamp_ms")
-    expected = rows.group_by("row").agg(
-        train=(time < tables.info.split.val_start_ms).sum(),
-        val=(time < tables.info.split.test_start_ms).sum(),
-    )
-    ends = users.select("row", "user_id", "train_end", "val_end")
-    ends = ends.join(expected, on="row", how="left")
-    is_wrong = pl.any_horizontal(
-        pl.col(f"{name}_end").ne_missing(pl.col(name)) for name in ("train", "val")
-    )
-    rule.add_rows(
-        ends.filter(is_wrong).sort("row"),
-        "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the "
-        "cuts are {train}, {val} events",
-    )
 
 
 def check_statistics(
@@ -156,30 +150,6 @@ def check_statistics(
 
 
 # Tasks, actions and counts by the definitions of the manifest.
-
-
-def expected_values(
-    tables: Tables, rows: pl.DataFrame
-) -> dict[str, dict[str, np.ndarray]]:
-    """Recompute `tasks`, `actions` and `features`.
-
-    Returns:
-        For each of the three, the values (events,) by name.
-    """
-    definitions = tables.info.definitions
-    tasks = {
-        name: task_values(task).cast(pl.Float64)
-        for name, task in definitions.tasks.items()
-    }
-    actions = {
-        name: action_values(action) for name, action in definitions.inputs.items()
-    }
-    columns = {"tasks": rows.select(**tasks), "actions": rows.select(**actions)}
-    values = {
-        kind: {column.name: column.to_numpy() for column in frame}
-        for kind, frame in columns.items()
-    }
-    return values | {"features": expected_features(tables, rows)}
 
 
 def task_values(task: TaskSettings) -> pl.Expr:

@@ -31,18 +31,15 @@ def check_retrieval_tables(
     targets = behaviours.with_columns(candidates=pl.concat_list("item_index"))
     columns = ["timestamp_ms", "query", "candidates"]
     compare_rows(rows.requests, targets, columns, "request", rules["targets"])
-    counts: dict[str, int | dict[str, int]] = {"requests": rows.per_split}
-    check_counts(tables, counts | _count_truncated(tables), rules["counts"])
-    return core_users
-
-
-def _count_truncated(tables: Tables) -> dict[str, int | dict[str, int]]:
-    """Count users with more than `max_events` behaviours, and dropped behaviours."""
-    behaviours = tables.filter_behaviours(tables.users_events)
-    behaviours = behaviours.join(tables.catalogue, on="item_id", how="semi")
-    lengths = behaviours.group_by("row").len()["len"].cast(pl.Int64)
+    # users with more than `max_events` behaviours, and dropped behaviours
+    kept = tables.filter_behaviours(tables.users_events)
+    kept = kept.join(tables.catalogue, on="item_id", how="semi")
+    lengths = kept.group_by("row").len()["len"].cast(pl.Int64)
     excess = lengths - tables.info.max_events
-    return {
+    counts: dict[str, int | dict[str, int]] = {
+        "requests": rows.per_split,
         "truncated_users": int((excess > 0).sum()),
         "truncated_events": int(excess.clip(0).sum()),
     }
+    check_counts(tables, counts, rules["counts"])
+    return core_users

@@ -54,7 +54,14 @@ def check_search_tables(
     )
     check_requests(tables, users_log, rows.requests, rules)
     check_history(tables, rows.behaviours, rows.requests, rules["history"])
-    check_training_values(tables, rows.all_requests, rules["features"])
+    # requests whose lists differ in length are reported by `check_requests`
+    names = list(tables.info.custom.names)
+    length = pl.col("candidates").list.len()
+    has_length = [pl.col(name).list.len() == length for name in names]
+    is_counted = pl.all_horizontal(*has_length, length > 0).fill_null(False)
+    train = rows.all_requests.filter(is_counted, split="train")
+    values = train.select(pl.col(names).explode())
+    check_custom_scales(tables.info.custom, values, rules["features"])
     check_as_of(tables, rules["features"])
     request_times = expected.select("row", "index", "asked")
     behaviours = rows.behaviours.join(
@@ -184,24 +191,6 @@ def expected_requests(results: pl.DataFrame, columns: list[str]) -> pl.DataFrame
     requests = requests.rename({"asked": "timestamp_ms"})
     order = ["row", "timestamp_ms", "request_id", "query_index"]
     return requests.sort(order).with_columns(INDEX)
-
-
-def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
-    """Check the manifest's statistics of custom features over training candidates.
-
-    Requests whose lists differ in length are skipped: `check_requests` reports them.
-    """
-    names = list(tables.info.custom.names)
-    if not names:
-        return
-    num_candidates = pl.col("candidates").list.len()
-    has_length = pl.all_horizontal(
-        pl.col(name).list.len() == num_candidates for name in names
-    )
-    is_train = pl.col("split") == "train"
-    is_counted = has_length.fill_null(False) & is_train & (num_candidates > 0)
-    train = requests.filter(is_counted)
-    check_custom_scales(tables.info.custom, train.select(names).explode(names), rule)
 
 
 # Features.
