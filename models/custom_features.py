@@ -111,9 +111,8 @@ def adopt_scales(
             numbers.append({"name": name, "missing": number["missing"]})
             continue
         numbers.append(number)
-        if name not in new_means:
-            continue
-        mean, new_mean = number["mean"], new_means[name]
+        mean = number["mean"]
+        new_mean = new_means.get(name, mean)
         if abs(new_mean - mean) > MAX_DEVIATIONS * number["std"]:
             warnings.append(
                 f"warning: the mean of {name} was {mean:.4g} in the checkpoint and is "

@@ -95,16 +95,14 @@ class TrainingRun:
             rank, world = 0, 1
         initial = None if last or not init else checkpoint.read(init)
         scales: dict[str, Any] | None = None
-        scale_messages: list[str] = []
+        messages: list[str] = []
         since = 0  # time in ms from which all training examples are used
         if last:
             scales, since = last.learned.get("scales"), last.learned.get("since", 0)
         elif initial:
             if "scales" in initial.learned:
                 info = open_table(inputs.sequences, SequencesInfo).info
-                scales, scale_messages = adopt_scales(
-                    initial.learned["scales"], info.custom
-                )
+                scales, messages = adopt_scales(initial.learned["scales"], info.custom)
             if fit.replay_fraction < 1:
                 since = initial.learned.get("until") or 0
         catalogue = load_catalogue(config.name, inputs, scales)
@@ -119,18 +117,16 @@ class TrainingRun:
             newer = f" newer than the training of {init or 'this run'}" if since else ""
             raise UserError(f"{inputs.sequences} has no train request{newer}")
         val = load("val")
-        messages = []
         if initial and init:
             changes = load_extended_weights(
                 module, init, initial, catalogue.num_items, trains=True
             )
-            messages += [f"weights of {init}", *changes, *scale_messages]
+            messages = [f"weights of {init}", *changes, *messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
         learned_per_example = train.examples.num_learned / len(train)
         # After `prepare_training`: the teacher's outputs cover all examples, as other
         # runs share them.
-        if fit.train_examples:
-            train.keep_random(fit.train_examples)
+        train.keep_random(fit.train_examples)
         return cls(
             model=module,
             catalogue=catalogue,
@@ -183,7 +179,7 @@ class TrainingRun:
         model: Any = self.model
         fit = self.fit
         train = self.train.epoch(fit.batch_size, seed=fit.seed, epoch=0)
-        if not self.model.stops_early:
+        if not model.stops_early:
             model.fit_in_one_pass(train)
             return
         rows = self.val.evaluation_batches(fit.eval_batch_size, fit.eval_examples)

@@ -14,7 +14,7 @@ the states that the head reads.
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import PositiveInt
@@ -206,7 +206,9 @@ class ItemNetwork(EmbeddingTables):
         keys = []
         if self.has_ids:
             ids = item if new is None else item.clamp(max=num_items - 1)
-            keys.append(self.hash_ids(ids))
+            if self.buckets:
+                ids = (ids * HASH_FACTOR & 0xFFFFFFFF) % self.buckets
+            keys.append(ids)
         keys += [
             *self.gather_content("categories", item, new).unbind(-1),
             *viewer.unbind(-1),
@@ -246,12 +248,6 @@ class ItemNetwork(EmbeddingTables):
         values[is_new] = new[name][new_row[is_new]]
         return values
 
-    def hash_ids(self, item: Tensor) -> Tensor:
-        """Return the bucket of each item, or the item itself if ids are not hashed."""
-        if not self.buckets:
-            return item
-        return (item * HASH_FACTOR & 0xFFFFFFFF) % self.buckets
-
 
 class FusionModel(ActionsModel):
     """A trained actions model; subclasses define `encode`, the fusion of actions."""
@@ -264,6 +260,8 @@ class FusionModel(ActionsModel):
     """Width S of the states, in multiples of D."""
     tokens = 1
     """Number of context positions per event."""
+    is_strict = False
+    """Whether positions of the Transformer do not attend to themselves."""
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
@@ -290,6 +288,18 @@ class FusionModel(ActionsModel):
             logits = torch.tensor(self.train_rates).logit(eps=1e-4)
             with torch.no_grad():
                 self.head.bias.copy_(logits - config.correction)
+        self.build_fusion(config)
+
+    def build_fusion(self, config: Any) -> None:
+        """Add the parameters that `encode` reads."""
+        self.transformer = self.build_blocks(strict=self.is_strict)
+        self.norm = nn.LayerNorm(config.width)
+
+    def transform(self, x: Tensor, layout: Layout, *added_values: Tensor) -> Tensor:
+        """Return the states (B, L, D) of the Transformer (`CausalBlock`)."""
+        for block in self.transformer:
+            x = block(x, layout, *added_values)
+        return x
 
     def dataset_options(self, catalogue: ActionsCatalogue) -> ActionsOptions:
         """Return the overlap of training examples."""
@@ -347,11 +357,14 @@ class FusionModel(ActionsModel):
         Returns:
             (B, L, K) of context, then candidates, or (B, C, K) of candidates alone.
         """
+        new = None
+        if batch.new_numbers is not None:
+            new = {name: getattr(batch, f"new_{name}") for name in CONTENT_FIELDS}
         items = self.items(
             batch.join("item"),
             None if batch.viewer is None else batch.join("viewer"),
             None if batch.custom is None else batch.join("custom"),
-            new_item_content(batch),
+            new,
         )
         states = self.encode(items, self.actions(batch.action), self.layout(batch))
         feature = batch.join("feature")
@@ -389,10 +402,3 @@ class FusionModel(ActionsModel):
         loss = label_loss(logits, label, self.weights, is_learned)
         is_event = torch.cat([batch.valid, batch.candidate_valid], 1)
         return {"loss": loss, "padding": 1 - is_event.float().mean()}
-
-
-def new_item_content(batch: ActionsBatch) -> dict[str, Tensor] | None:
-    """Return the content of a batch's new items by name, or None without new items."""
-    if batch.new_numbers is None:
-        return None
-    return {name: getattr(batch, f"new_{name}") for name in CONTENT_FIELDS}

@@ -52,11 +52,14 @@ class Attributes:
         categories = {}
         for name in items.column_names:
             if name.startswith(NUMBER):
-                scale = stored_scales.get(name)
-                mean, std = scale or _mean_and_std(_to_float(items[name]))
-                numbers[name] = (mean, std)
+                values, scale = _to_float(items[name]), stored_scales.get(name)
+                if not scale and np.isfinite(values).any():
+                    scale = float(np.nanmean(values)), float(np.nanstd(values))
+                numbers[name] = scale or (0.0, 0.0)
             elif name.startswith(CATEGORY):
-                categories[name] = _distinct_strings(items[name])
+                strings = pc.unique(items[name].cast(pa.string())).drop_null()
+                strings = strings.filter(pc.not_equal(strings, ""))
+                categories[name] = strings.take(pc.sort_indices(strings))
         return cls(numbers, categories)
 
     def read(self, items: pa.Table) -> tuple[Tensor, Tensor]:
@@ -81,20 +84,6 @@ class Attributes:
 def _to_float(column: pa.ChunkedArray) -> NDArray[np.float64]:
     """Return the numbers of a column, NaN where missing."""
     return pc.cast(column, pa.float64()).to_numpy()
-
-
-def _mean_and_std(numbers: NDArray[np.float64]) -> tuple[float, float]:
-    """Return mean and standard deviation, ignoring NaN; 0 and 0 if all are NaN."""
-    if not np.isfinite(numbers).any():
-        return 0.0, 0.0
-    return float(np.nanmean(numbers)), float(np.nanstd(numbers))
-
-
-def _distinct_strings(column: pa.ChunkedArray) -> pa.Array:
-    """Return the distinct strings of a column, sorted, without the empty string."""
-    values = pc.unique(column.cast(pa.string())).drop_null()
-    values = values.filter(pc.not_equal(values, ""))
-    return values.take(pc.sort_indices(values))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ Shapes: see models/actions/base.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 
 from core.options import STRICT
 from models.actions.base import ActionsConfig, FusionModel
-from models.actions.catalogue import ActionsCatalogue
 from models.layers.causal_attention import CausalAttention, Layout
 
 
@@ -30,18 +31,11 @@ class Interleaved(FusionModel):
     config_class = ActionsConfig
     tokens = 2
 
-    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
-        super().__init__(config, catalogue)
-        self.transformer = self.build_blocks(strict=False)
-        self.norm = nn.LayerNorm(config.width)
-
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """Return the states (B, L, D) of the item tokens."""
         n = actions.shape[1]
         pairs = torch.stack([items[:, :n], actions], 2).flatten(1, 2)  # (B, 2T, D)
-        x = torch.cat([pairs, items[:, n:]], 1)
-        for block in self.transformer:
-            x = block(x, layout)
+        x = self.transform(torch.cat([pairs, items[:, n:]], 1), layout)
         return self.norm(torch.cat([x[:, : 2 * n : 2], x[:, 2 * n :]], 1))
 
 
@@ -60,18 +54,14 @@ class AttnLFA(FusionModel):
     config_class = ActionsConfig
     states_width = 2
 
-    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
-        super().__init__(config, catalogue)
-        self.transformer = self.build_blocks(strict=False)
-        self.norm = nn.LayerNorm(config.width)
+    def build_fusion(self, config: Any) -> None:
+        """Add the parameters that `encode` reads."""
+        super().build_fusion(config)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """Return (B, L, 2 D): item states, then pooled actions."""
-        x = items
-        for block in self.transformer:
-            x = block(x, layout)
-        x = self.norm(x)
+        x = self.norm(self.transform(items, layout))
         return torch.cat([x, self.pool(x, actions, layout)], 2)
 
 
@@ -98,24 +88,25 @@ class AttnMVP(FusionModel):
     """
 
     name = "attn_mvp"
+    is_strict = True
     config_class = AttnMVPConfig
     config: AttnMVPConfig
 
-    def __init__(self, config: AttnMVPConfig, catalogue: ActionsCatalogue) -> None:
+    def __init__(self, config: AttnMVPConfig, catalogue: Any) -> None:
         self.states_width = 2 if config.late_fusion else 1
         super().__init__(config, catalogue)
-        self.transformer = self.build_blocks(strict=True)
-        self.norm = nn.LayerNorm(config.width)
+
+    def build_fusion(self, config: Any) -> None:
+        """Add the parameters that `encode` reads."""
+        super().build_fusion(config)
         self.pool = None
         if config.late_fusion:
             self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """Return item states (B, L, D), followed by pooled actions with late fusion."""
-        x, added_values = items, self.config.action_weight * actions
-        for block in self.transformer:
-            x = block(x, layout, added_values)
-        x = self.norm(x)
+        added_values = self.config.action_weight * actions
+        x = self.norm(self.transform(items, layout, added_values))
         if self.pool is None:
             return x
         return torch.cat([x, self.pool(x, actions, layout)], 2)
@@ -138,8 +129,8 @@ class AttnDHN(FusionModel):
     config_class = ActionsConfig
     states_width = 2
 
-    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
-        super().__init__(config, catalogue)
+    def build_fusion(self, config: Any) -> None:
+        """Add the parameters that `encode` reads."""
         self.item_blocks = self.build_blocks(strict=True)
         self.action_blocks = self.build_blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
@@ -171,11 +162,10 @@ class LAC(FusionModel):
     name = "lac"
     config_class = ActionsConfig
 
-    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
-        super().__init__(config, catalogue)
+    def build_fusion(self, config: Any) -> None:
+        """Add the parameters that `encode` reads."""
         self.first = nn.Parameter(0.02 * torch.randn(config.width))
-        self.transformer = self.build_blocks(strict=False)
-        self.norm = nn.LayerNorm(config.width)
+        super().build_fusion(config)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """Return the states (B, L, D) of the tokens."""
@@ -185,9 +175,7 @@ class LAC(FusionModel):
         # n strictly earlier events: entry n holds the action of the last one
         index = layout.earlier[..., None].expand(-1, -1, width)  # (B, L, D)
         x = items + lagged.gather(1, index)
-        for block in self.transformer:
-            x = block(x, layout)
-        return self.norm(x)
+        return self.norm(self.transform(x, layout))
 
 
 class GenRank(FusionModel):
@@ -203,11 +191,10 @@ class GenRank(FusionModel):
     example_unit = "split_sequence"
     history_targets = False
 
-    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
-        super().__init__(config, catalogue)
+    def build_fusion(self, config: Any) -> None:
+        """Add the parameters that `encode` reads."""
         self.mask_action = nn.Parameter(0.02 * torch.randn(config.width))
-        self.transformer = self.build_blocks(strict=False)
-        self.norm = nn.LayerNorm(config.width)
+        super().build_fusion(config)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """Return the states (B, L, D) of the tokens."""
@@ -215,6 +202,4 @@ class GenRank(FusionModel):
         mask_action = self.mask_action.to(actions.dtype)
         candidate_actions = mask_action.expand(len(items), num_candidates, -1)
         x = items + torch.cat([actions, candidate_actions], 1)
-        for block in self.transformer:
-            x = block(x, layout)
-        return self.norm(x)
+        return self.norm(self.transform(x, layout))

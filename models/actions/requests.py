@@ -38,7 +38,6 @@ import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Required, Self
 
 import numpy as np
@@ -312,9 +311,9 @@ Number = Annotated[float | None, AfterValidator(refuse_large)]
 def check_actions(vectors: list[list[float | None]]) -> list[list[float | None]]:
     """Return actions, of which NaN and None are missing."""
     for vector in vectors:
-        for action in vector:
-            if action is not None and (action < 0 or action > 1):
-                raise ValueError(f"the action {action:g} is not from 0 to 1")
+        actions = np.array(vector, np.float64)
+        if ((actions < 0) | (actions > 1)).any():
+            raise ValueError("an action is not from 0 to 1")
     return vectors
 
 
@@ -332,9 +331,9 @@ class ActionsRequest(CandidateRequest):
     @model_validator(mode="after")
     def check_times(self) -> Self:
         """Raise ValueError for times that fall."""
-        for time, next_time in pairwise(self.history_time_ms or ()):
-            if next_time < time:
-                raise ValueError(f"history_time_ms falls from {time} to {next_time}")
+        times = self.history_time_ms or []
+        if times != sorted(times):
+            raise ValueError("history_time_ms falls")
         return self
 
 
@@ -367,6 +366,7 @@ class ActionsRequests(Requests):
         super().__init__(folder, model, catalogue, settings)
         self.feature_mean = model.features.mean.numpy()
         info: ActionsInfo = self.info
+        self.no_action = np.zeros(len(info.actions), np.float32)
         viewers = [CATEGORY + name for name in info.viewers]
         self.schema = actions_schema(
             custom_schema([*viewers, *info.custom.names]),
@@ -423,17 +423,16 @@ class ActionsRequests(Requests):
         scored = self.find_candidates(request)
         # of the history followed by the candidates
         selected = past + [len(history) + i for i in scored]
-        actions = np.zeros((len(history), len(self.info.actions)), np.float32)
-        actions = fill_missing("history_actions", request.history_actions, actions)
-        features = np.tile(self.feature_mean, (len(candidates), 1))
-        features = fill_missing("features", request.features, features)
-        actions = np.pad(actions, ((0, len(candidates)), (0, 0)))
-        features = np.pad(features, ((len(history), 0), (0, 0)))
+        no_actions = np.tile(self.no_action, (len(history), 1))
+        actions = fill_missing("history_actions", request.history_actions, no_actions)
+        means = np.tile(self.feature_mean, (len(candidates), 1))
+        features = fill_missing("features", request.features, means)
         columns: dict[str, Any] = {
             "item_index": [index.get(item) for item in history + candidates],
             "timestamp_ms": [*times, *[now] * len(candidates)],
-            "actions": actions,
-            "features": features,
+            # candidates have no actions, and behaviours no features
+            "actions": [*actions, *[self.no_action] * len(candidates)],
+            "features": [*[self.feature_mean] * len(history), *features],
         }
         for name in self.info.viewers:
             values = getattr(request, f"history_viewer_{name}") or [""] * len(history)

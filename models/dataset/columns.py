@@ -17,9 +17,10 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +38,7 @@ MAX_UNUSED_S = 7 * 24 * 3600
 ENTRY = re.compile(r"[a-z_]+-[0-9a-f]{32}(\.|$)")
 """Names of entries, their locks and unfinished entries."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the format and names of arrays; part of the name of a cache entry."""
 
 Columns = dict[str, NDArray[Any]]
@@ -74,7 +75,6 @@ def open_columns(
         settings: JSON value on which the decoded arrays depend, in addition to the
             content of the table.
     """
-    uris = table.part_uris()
     hashes = [part.sha256 for part in table.files]
     key = [FORMAT_VERSION, layout, hashes, parquet_columns, settings]
     digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:32]
@@ -82,103 +82,44 @@ def open_columns(
     # only this user may read histories, and write what the compiled kernels lie beside
     entry.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     entry.parent.mkdir(mode=0o700, exist_ok=True)
-    if not (entry / "columns.json").exists():
+    if not entry.exists():
         with FileLock(f"{entry}.lock"):
-            if not (entry / "columns.json").exists():
-                parts = _decode_parts(uris, parquet_columns, decode)
-                _write_entry(entry, parts)
+            if not entry.exists():
+                _write_entry(entry, table.part_uris(), parquet_columns, decode)
                 _remove_unused(entry.parent)
-                # Arrow would keep the freed memory of the parts.
-                pa.default_memory_pool().release_unused()
-    os.utime(entry / "columns.json")
-    return _map_entry(entry)
+    os.utime(entry)
+    files = entry.glob("*.npy")
+    return {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in files}
 
 
-def _decode_parts(
-    uris: list[str],
-    parquet_columns: list[str] | None,
-    decode: Decoder,
-) -> Iterator[Columns]:
-    """Yield the arrays of each part of a table."""
-    for uri in uris:
-        yield decode(read_parquet(uri, parquet_columns))
-
-
-class _ColumnFile:
-    """An array file that grows by parts, with the widest dtype of the parts."""
-
-    def __init__(self, path: Path, first_part: NDArray) -> None:
-        self.path = path
-        self.dtype = first_part.dtype
-        self.row_shape = first_part.shape[1:]
-        self.rows = 0
-        self.file = path.open("wb")
-
-    def append(self, values: NDArray) -> None:
-        """Write the rows of one part."""
-        dtype = np.promote_types(self.dtype, values.dtype)
-        if dtype != self.dtype:
-            self._widen(dtype)
-        _write_array(self.file, values.astype(self.dtype, copy=False))
-        self.rows += len(values)
-
-    def _widen(self, dtype: np.dtype) -> None:
-        """Rewrite the file with a wider dtype."""
-        self.file.close()
-        old = _map_array(self.path, self.dtype, (self.rows, *self.row_shape))
-        wide_path = self.path.with_suffix(".wide")
-        self.file = wide_path.open("wb")
-        block_rows = 1 << 20
-        for first in range(0, self.rows, block_rows):
-            _write_array(self.file, old[first : first + block_rows].astype(dtype))
-        self.file.flush()
-        wide_path.rename(self.path)
-        self.dtype = dtype
-
-    def close(self) -> dict[str, Any]:
-        """Close the file and return its dtype and shape as JSON."""
-        self.file.close()
-        return {"dtype": self.dtype.str, "shape": [self.rows, *self.row_shape]}
-
-
-def _write_array(file: BinaryIO, values: NDArray) -> None:
-    """Write the bytes of an array."""
-    file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-
-def _write_entry(entry: Path, parts: Iterable[Columns]) -> None:
+def _write_entry(
+    entry: Path, uris: list[str], parquet_columns: list[str] | None, decode: Decoder
+) -> None:
     """Write the arrays of all parts to a folder that is renamed when it is complete."""
     unfinished = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
-    files: dict[str, _ColumnFile] = {}
     try:
-        for columns in parts:
-            for name, values in columns.items():
-                if name not in files:
-                    files[name] = _ColumnFile(unfinished / name, values)
-                files[name].append(values)
-            del columns, values  # before the next part is decoded
-        shapes = {name: file.close() for name, file in files.items()}
-        (unfinished / "columns.json").write_text(json.dumps(shapes))
+        files: dict[str, list[Path]] = defaultdict(list)
+        for uri in uris:
+            for name, values in decode(read_parquet(uri, parquet_columns)).items():
+                files[name].append(unfinished / f"{name}.{len(files[name])}.npy")
+                np.save(files[name][-1], values)
+        # Arrow would keep the freed memory of the parts
+        pa.default_memory_pool().release_unused()
+        for name, paths in files.items():
+            parts = [np.load(path, mmap_mode="r") for path in paths]
+            joined = np.lib.format.open_memmap(
+                unfinished / f"{name}.npy",
+                "w+",
+                np.result_type(*parts),
+                (sum(map(len, parts)), *parts[0].shape[1:]),
+            )
+            np.concatenate(parts, out=joined)
+            for path in paths:
+                path.unlink()
         unfinished.rename(entry)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-def _map_entry(entry: Path) -> Columns:
-    """Memory-map the arrays of an entry."""
-    shapes = json.loads((entry / "columns.json").read_text())
-    return {
-        name: _map_array(entry / name, np.dtype(array["dtype"]), tuple(array["shape"]))
-        for name, array in shapes.items()
-    }
-
-
-def _map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> NDArray:
-    """Memory-map one array."""
-    if 0 in shape:  # an empty file cannot be mapped
-        return np.zeros(shape, dtype)
-    return np.asarray(np.memmap(path, dtype, "r", shape=shape))
 
 
 def _remove_unused(folder: Path) -> None:
@@ -187,9 +128,8 @@ def _remove_unused(folder: Path) -> None:
     for entry in folder.iterdir():
         if not ENTRY.match(entry.name):
             continue
-        marker = entry / "columns.json"
         try:
-            used = (marker if marker.exists() else entry).stat().st_mtime
+            used = entry.stat().st_mtime
         except FileNotFoundError:
             continue
         if used >= oldest_used:

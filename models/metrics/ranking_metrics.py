@@ -66,6 +66,16 @@ METRIC_NAMES = (
 )
 """Names of the metrics from `ranking_means`."""
 
+UNDEFINED = {
+    "gauc": "no request has both labels",
+    "gauc_by_impressions": "no request has both labels",
+    "auc": "all labels are the same",
+    "log_loss": "there are no candidates",
+    "normalised_entropy": "all labels are the same",
+    "calibration": "there is no positive",
+}
+"""Reasons why metrics are not defined."""
+
 
 def format_metric(value: float | None) -> str:
     """Return a metric with four decimals, or a dash if it is not defined."""
@@ -209,7 +219,7 @@ class Histogram:
         ]
         keys, index = torch.cat(aligned).unique(return_inverse=True)
         newly_dropped = 0
-        while len(keys) and _count_distinct(keys >> newly_dropped) > MAX_EXACT_LOGITS:
+        while len((keys >> newly_dropped).unique_consecutive()) > MAX_EXACT_LOGITS:
             newly_dropped += 1
         if newly_dropped:
             shorter = keys >> newly_dropped
@@ -287,65 +297,45 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
     Returns:
         The metrics by name (`METRIC_NAMES`); a metric that is not defined is NaN.
     """
-    undefined: dict[str, list[str]] = {}
 
     def total(name: str) -> float:
         return float(sums[prefix + name])
 
-    def ratio(name: str, numerator: float, denominator: float, reason: str) -> float:
-        if denominator > 0:
-            return numerator / denominator
-        undefined.setdefault(reason, []).append(prefix + name)
-        return math.nan
+    def ratio(numerator: float, denominator: float) -> float:
+        return numerator / denominator if denominator > 0 else math.nan
 
-    one_class = "no request has both labels"
-    same_labels = "all labels are the same"
     count, positives = total("candidates"), total("positives")
-    entropy = _binary_entropy(positives / count) if count else 0.0
     auc, error = sums[prefix + "histogram"].auc()
-    if math.isnan(auc):
-        undefined.setdefault(same_labels, []).append(f"{prefix}auc")
-    loss = ratio("log_loss", total("loss"), count, "there are no candidates")
+    loss = ratio(total("loss"), count)
+    rate = ratio(positives, count)
+    entropy = 0.0
+    if 0 < rate < 1:  # in nats
+        entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
     metrics = {
-        "gauc": ratio("gauc", total("request_auc"), total("requests_both"), one_class),
+        "gauc": ratio(total("request_auc"), total("requests_both")),
         "gauc_by_impressions": ratio(
-            "gauc_by_impressions",
-            total("impression_auc"),
-            total("impressions_both"),
-            one_class,
+            total("impression_auc"), total("impressions_both")
         ),
         "auc": auc,
         "auc_error": error,
         "log_loss": loss,
-        "normalised_entropy": ratio("normalised_entropy", loss, entropy, same_labels),
-        "calibration": ratio(
-            "calibration", total("predicted"), positives, "there is no positive"
-        ),
+        "normalised_entropy": ratio(loss, entropy),
+        "calibration": ratio(total("predicted"), positives),
         "requests": total("requests"),
         "requests_one_class": total("requests") - total("requests_both"),
         "candidates": count,
         "positives": positives,
     }
+    undefined = [
+        f"{prefix}{name}: {reason}"
+        for name, reason in UNDEFINED.items()
+        if math.isnan(metrics[name])
+    ]
     if undefined:
-        reasons = [
-            f"{', '.join(names)}: {reason}" for reason, names in undefined.items()
-        ]
-        warnings.warn(f"not defined: {'; '.join(reasons)}", stacklevel=2)
+        warnings.warn(f"not defined: {'; '.join(undefined)}", stacklevel=2)
     if prefix + "predicted_uncorrected" in sums and positives:
         metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
     return {prefix + name: value for name, value in metrics.items()}
-
-
-def _binary_entropy(rate: float) -> float:
-    """Return the entropy in nats of a label with this base rate."""
-    if not 0 < rate < 1:
-        return 0.0
-    return -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-
-
-def _count_distinct(ascending: Tensor) -> int:
-    """Count the distinct values of a non-empty ascending tensor (n,)."""
-    return int((ascending[1:] != ascending[:-1]).sum()) + 1
 
 
 def summarize(

@@ -102,11 +102,25 @@ class SearchText:
         """
         texts = [versions[f"text_{name}"] for name in SearchCatalogue.tables["text"]]
         tokens = find_table(join(uri, "tokens"), TokensInfo)
-        settings = [_encoder_settings(table) for table in (*texts, tokens) if table]
+        # the encoder, and the settings that all tables share
+        settings = [
+            (table.inputs.get("encoder"), {**table.config, "query_condition": None})
+            for table in (*texts, tokens)
+            if table
+        ]
         if tokens and tokens.inputs.get("items") != versions["items"].hash:
             raise UserError(f"{tokens.uri} was made from other items")
         if any(table_settings != settings[0] for table_settings in settings):
             raise UserError(f"the tables of {uri} were encoded with different settings")
+        token_lists = None
+        if tokens:
+            lists = tokens.read()["tokens"].combine_chunks()
+            begin = lengths_to_offsets(pc.list_value_length(lists).to_numpy())
+            token_lists = DocumentTokens(
+                torch.from_numpy(lists.flatten().to_numpy().copy()),
+                torch.from_numpy(begin),
+                tokens.info.pooling,
+            )
         documents = read_vectors(versions["text_items"].read(), "embedding")
         width, num_queries = documents.shape[1], versions["queries"].rows
         queries = np.zeros((0, width), np.float32)
@@ -126,7 +140,7 @@ class SearchText:
             pair_keys=pair_keys,
             pairs=pairs.get("embedding", np.zeros((num_pairs, width), np.float32)),
             joint=pairs.get("joint", np.zeros((num_pairs, 0), np.float32)),
-            documents=_load_documents(tokens) if tokens else None,
+            documents=token_lists,
         )
 
     @property
@@ -138,17 +152,6 @@ class SearchText:
     def num_queries(self) -> int:
         """Number Q of encoded queries."""
         return len(self.queries)
-
-    def find_pairs(
-        self, keys: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Look up pairs by their `pair_key`.
-
-        Returns:
-            The row of each key in `pairs`, and a mask that is true where the pair has a
-            vector.
-        """
-        return find_sorted(self.pair_keys, keys)
 
     def collate(
         self,
@@ -185,7 +188,19 @@ class SearchText:
         pair_query = np.concatenate([candidate_query, history_query.ravel()])
         is_pair = (pair_item >= 0) & (pair_query != NO_QUERY) & has_text
         keys = pair_key(pair_item, pair_query, self.num_queries)
-        table_row, pair_row = self._select_pairs(keys, is_pair)
+        distinct_keys, pair_row = _distinct_rows(keys, is_pair)
+        table_row, is_encoded = find_sorted(self.pair_keys, distinct_keys)
+        if self.is_complete and not is_encoded.all():
+            missing_key = int(distinct_keys[~is_encoded][0])
+            item, missing_query = divmod(missing_key, self.num_queries + 1)
+            raise UserError(
+                f"the text has no embedding of item {item} with query "
+                f"{missing_query - 1}"
+            )
+        table_row = table_row[is_encoded]
+        encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
+        # index -1 reads the appended -1
+        pair_row = np.append(encoded_index, -1)[pair_row]
         candidate_row, behaviour_row = np.split(pair_row, [len(candidate)])
         return {
             "query_text": torch.from_numpy(self.queries[distinct_query]),
@@ -196,24 +211,6 @@ class SearchText:
             "candidate_pair_text": torch.from_numpy(candidate_row),
             "history_pair_text": torch.from_numpy(behaviour_row.reshape(history.shape)),
         }
-
-    def _select_pairs(
-        self, keys: NDArray[np.int64], is_pair: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Select the vectors of a batch's distinct pairs."""
-        distinct_keys, index = _distinct_rows(keys, is_pair)
-        row, is_encoded = self.find_pairs(distinct_keys)
-        if is_encoded.all():
-            return row, index
-        if self.is_complete:
-            missing_key = int(distinct_keys[~is_encoded][0])
-            item, query = divmod(missing_key, self.num_queries + 1)
-            raise UserError(
-                f"the text has no embedding of item {item} with query {query - 1}"
-            )
-        encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
-        # index -1 reads the appended -1
-        return row[is_encoded], np.append(encoded_index, -1)[index]
 
 
 @dataclass(frozen=True)
@@ -345,51 +342,35 @@ def _distinct_rows(
     return distinct, index
 
 
-def _encoder_settings(table: Table[Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the encoder of a table of texts and the settings that all tables share."""
-    # only the table of pairs depends on query_condition
-    settings = {
-        name: value for name, value in table.config.items() if name != "query_condition"
-    }
-    return table.inputs.get("encoder"), settings
-
-
-def _load_documents(tokens: Table[TokensInfo]) -> DocumentTokens:
-    """Load the documents' tokens."""
-    lists = tokens.read()["tokens"].combine_chunks()
-    begin = lengths_to_offsets(pc.list_value_length(lists).to_numpy())
-    flat = torch.from_numpy(lists.flatten().to_numpy().copy())
-    return DocumentTokens(flat, torch.from_numpy(begin), tokens.info.pooling)
-
-
 def _feature_scale(
     sequences: Table[SearchInfo], num_features: int
 ) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation (F,) of features over train candidates."""
+
+    def measure(table: pa.Table) -> Columns:
+        """Measure the features of the train candidates of one part, if it has some."""
+        requests = table["requests"].combine_chunks().flatten()
+        train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
+        vectors = pc.struct_field(train, "features").flatten().to_numpy()
+        values = vectors.reshape(-1, max(1, num_features))[:, :num_features]
+        if not len(values):
+            return {"mean": values, "std": values}
+        features = torch.from_numpy(values.astype(np.float64))
+        std = features.std(0, correction=0)
+        std = torch.where(std > 1e-6, std, 0.0).float()
+        return {
+            "mean": features.mean(0).float().numpy()[None],
+            "std": std.numpy()[None],
+        }
+
     for part in sequences.files:
         scale = open_columns(
             replace(sequences, files=[part]),
             "feature_scale",
             request_columns("split", "features"),
-            lambda table: _measure_features(table, num_features),
+            measure,
             num_features,
         )
         if len(scale["mean"]):
             return torch.tensor(scale["mean"][0]), torch.tensor(scale["std"][0])
     raise UserError(f"{sequences.uri} has no train request")
-
-
-def _measure_features(table: pa.Table, num_features: int) -> Columns:
-    """Measure the features of the train candidates of one part of `sequences`."""
-    requests = table["requests"].combine_chunks().flatten()
-    train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
-    vectors = pc.struct_field(train, "features").flatten().to_numpy()
-    values = vectors.reshape(-1, max(1, num_features))[:, :num_features]
-    if not len(values):
-        nothing = np.zeros((0, num_features), np.float32)
-        return {"mean": nothing, "std": nothing}
-    features = torch.from_numpy(values.astype(np.float64))
-    mean = features.mean(0).float()
-    std = features.std(0, correction=0)
-    std = torch.where(std > 1e-6, std, 0.0).float()
-    return {"mean": mean.numpy()[None], "std": std.numpy()[None]}

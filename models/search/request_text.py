@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from core.ragged import find_sorted
 from models.search.catalogue import NO_QUERY, SearchText, pair_key
 from models.text.text_encoder import Floats, TextCache, TextEncoder, TfidfEncoder
 
@@ -79,8 +80,9 @@ class RequestText:
         keys = np.unique(pairs[number != NO_QUERY])
         items, numbers = np.divmod(keys, len(queries) + 1)
         catalogue_query = index[numbers - 1]
-        row, is_known = self.text.find_pairs(
-            pair_key(items, catalogue_query, self.text.num_queries)
+        row, is_known = find_sorted(
+            self.text.pair_keys,
+            pair_key(items, catalogue_query, self.text.num_queries),
         )
         is_known &= catalogue_query >= 0
         if self.encoder is None:

@@ -374,7 +374,7 @@ class SearchRequests(Requests):
                 "behaviour"
             )
         queries = request.history_query or [""] * len(request.history)
-        mean = np.tile(self.mean, (len(request.history), 1))
+        mean = np.tile(self.mean, (len(queries), 1))
         vectors = fill_missing("history_features", request.history_features, mean)
         labels = {f"label_{name}": [False] * len(scored) for name in self.info.labels}
         return {

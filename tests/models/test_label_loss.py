@@ -15,7 +15,6 @@ from core.schemas import Inputs
 from models.dataset.dataset import Dataset
 from models.dataset.kind import Selection
 from models.label_loss import (
-    LabelOptions,
     label_loss,
     resolve_masks,
     resolve_weights,
@@ -97,17 +96,6 @@ def test_invalid_options_are_rejected(
     catalogue, _ = search
     with pytest.raises((UserError, ValueError), match=message):
         Ranker(RankerConfig(**options), catalogue)
-
-
-@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
-def test_the_correction_of_logits_is_the_log_of_the_rate(rate: float) -> None:
-    """By Bayes, p among sampled rows is p rate / (p rate + 1 - p) among all rows."""
-    correction = LabelOptions(negative_rate=rate).correction
-    assert correction == math.log(rate)
-    p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
-    torch.testing.assert_close(
-        (p.logit() + correction).sigmoid(), p * rate / (p * rate + 1 - p)
-    )
 
 
 @pytest.fixture(scope="module")

@@ -32,22 +32,3 @@ def test_an_impossible_option_is_refused_by_its_name(case):
     message = options.pop("error", [*options][-1])
     with pytest.raises(UserError, match=re.escape(message)):
         build_model(options, build_catalogue())
-
-
-@pytest.mark.parametrize(
-    ("find", "entries", "entry"),
-    [
-        (registry.find, registry.MODELS, "models.retrieval.sasrec:SASRec"),
-        (
-            registry.find_tokenizer,
-            registry.TOKENIZERS,
-            "models.retrieval.tokenizers.rqkmeans:Rqkmeans",
-        ),
-    ],
-)
-def test_an_entry_with_another_name_than_its_class_is_refused(
-    find, entries, entry, monkeypatch
-):
-    monkeypatch.setitem(entries, "mine", entry)
-    with pytest.raises(UserError, match="not 'mine'"):
-        find("mine")

@@ -55,37 +55,29 @@ class BestNumber(SearchBaseline):
         """Choose the number and the direction with the highest GAUC on the batches."""
         if not self.numbers:
             return
-        auc_sums = torch.zeros(2, len(self.index), dtype=torch.float64)
-        maximum = torch.zeros(len(self.index), dtype=torch.float64)
+        count = len(self.index)
+        auc_sums = torch.zeros(2 * count, dtype=torch.float64)  # falling, then rising
+        maximum = torch.zeros(count, dtype=torch.float64)
         for batch in batches:
             if not batch.candidate_valid.any():
                 continue
             values = batch.features[batch.candidate_valid][:, self.index].T.double()
             maximum = maximum.maximum(values.abs().nan_to_num(0.0).amax(1))
-            # without missing values, the ascending AUC is 1 - the descending one
-            missing = values.isnan().any(1)  # (C,)
-            rising = values[missing].nan_to_num(torch.inf)
-            scores = torch.cat([values.nan_to_num(-torch.inf), rising])
+            scores = torch.cat([values, -values]).nan_to_num(-torch.inf)
             num_requests = len(batch.request_row)
-            first_request = torch.arange(len(scores))[:, None] * num_requests
+            first_request = torch.arange(2 * count)[:, None] * num_requests
             request = first_request + batch.candidate_request[batch.candidate_valid]
             labels = batch.labels[batch.candidate_valid, 0].expand(scores.shape)
             auc, valid = request_auc(
                 scores.flatten(), labels.flatten(), request.flatten()
             )
             row = torch.arange(len(auc)) // num_requests
-            sums = auc.new_zeros(len(scores)).index_add(0, row[valid], auc[valid])
-            falling = sums[: len(missing)]
-            num_valid = valid[row == 0].sum()
-            auc_sums[0] += falling
-            auc_sums[1] += num_valid - falling.masked_scatter(
-                missing, sums[len(missing) :]
-            )
-        falls, best = divmod(int(auc_sums.argmax()), len(self.index))
+            auc_sums.index_add_(0, row[valid], auc[valid])
+        rises, best = divmod(int(auc_sums.argmax()), count)
         self.column.fill_(self.index[best])
-        self.largest.fill_(maximum[best].clamp(min=1e-30) * (-1 if falls else 1))
+        self.largest.fill_(maximum[best].clamp(min=1e-30) * (-1 if rises else 1))
         name = self.numbers[best].removeprefix(NUMBER)
-        self.ranks_by = f"{name}, {'ascending' if falls else 'descending'}"
+        self.ranks_by = f"{name}, {'ascending' if rises else 'descending'}"
 
     def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) scores, -1 for a missing value; 0 for all without numbers."""

@@ -216,16 +216,6 @@ def test_numbers_are_standardised_and_categories_encoded() -> None:
     assert (numbers.dtype, categories.dtype) == (torch.float32, torch.int64)
 
 
-def test_new_items_are_encoded_as_items_of_the_catalogue() -> None:
-    attributes = Attributes.from_items(ITEMS)
-    numbers, categories = attributes.read(ITEMS)
-    for rows in ([2], [3, 0], []):
-        new_items = ITEMS.take(pa.array(rows, pa.int64()))
-        new_numbers, new_categories = attributes.read(new_items)
-        assert torch.equal(new_numbers, numbers[rows])
-        assert torch.equal(new_categories, categories[rows])
-
-
 def test_unknown_categories_of_new_items_are_encoded_as_zero() -> None:
     unknown = ITEMS.slice(0, 1).set_column(4, "cat_author", [["nobody"]])
     _, categories = Attributes.from_items(ITEMS).read(unknown)

@@ -64,22 +64,6 @@ def test_the_entropy_of_the_rates_of_the_candidates_is_normalised_to_one(candida
     assert values["mean/rig"] == pytest.approx(0, abs=1e-6)
 
 
-def test_sums_of_batches_add_up(candidates):
-    logits, rates = torch.randn(3, 9, 2), (0.3, 0.3)
-
-    total = metrics.measure(FixedModel(logits, rates), candidates)
-    first, second = (
-        metrics.measure(FixedModel(logits[rows], rates), candidates.select("B", rows))
-        for rows in (slice(0, 1), slice(1, 3))
-    )
-
-    values = metrics.means(total)
-    assert total["examples"] == 3
-    assert sorted(values) == sorted(metrics.names(FixedModel(logits)))
-    added = {name: first[name] + second[name] for name in total}
-    assert metrics.means(added) == pytest.approx(values)
-
-
 def test_the_loss_is_that_of_training(candidates):
     logits = torch.randn(3, 9, 2)
 

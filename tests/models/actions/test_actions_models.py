@@ -205,38 +205,6 @@ def test_the_loss_covers_events_without_their_label_as_input(name, catalogue, ba
     assert float(outputs["padding"]) == pytest.approx(1 - (11 + 9) / (4 * 10))
 
 
-@pytest.mark.parametrize("weight", [0.5, 2.0])
-def test_lambda_weighs_the_actions_in_the_values_of_mvp(weight, catalogue, batch):
-    model = build_model("attn_mvp", catalogue, action_weight=weight)
-    attention_inputs = []
-    model.transformer[0].attention.register_forward_pre_hook(
-        lambda _, args: attention_inputs.append(args)
-    )
-
-    predict(model, batch)
-
-    states, values, layout = attention_inputs[0]
-    expected = states[:, : layout.context] + weight * model.actions(batch.action)
-    torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
-
-
-def test_action_blocks_of_dhn_read_the_items_of_the_same_layer(catalogue, batch):
-    model = build_model("attn_dhn", catalogue)
-    item_outputs, attention_inputs = [], []
-    model.item_blocks[0].register_forward_hook(
-        lambda _, args, output: item_outputs.append(output)
-    )
-    model.action_blocks[0].attention.register_forward_pre_hook(
-        lambda _, args: attention_inputs.append(args)
-    )
-
-    predict(model, batch)
-
-    states, values, layout = attention_inputs[0]
-    expected = states + item_outputs[0][:, : layout.context]
-    torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_new_item_of_the_request_is_scored_by_its_content(name, catalogue, batch):
     """A new item has its content from the batch, text included, and no ID."""
@@ -267,30 +235,13 @@ def test_a_new_item_of_the_request_is_scored_by_its_content(name, catalogue, bat
     assert candidate_changes[0, 0]
 
 
-def train_on_first_items(catalogue, batch: ActionsBatch) -> FusionModel:
-    """Train a model with ID dropout for three steps on items 0 to 14 of 30."""
-    torch.manual_seed(0)
-    config = fusions.AttnMVPConfig(**SMALL, id_dropout=0.5)
-    model = fusions.AttnMVP(config, catalogue).train()
-    assert not model.items.tables[0].weight.any()
-    batch.item.remainder_(15)
-    batch.candidate_item.remainder_(15)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(batch)["loss"].backward()
-        optimizer.step()
-    return model
-
-
-def test_ids_are_dropped_at_random_in_training_only(catalogue, batch):
-    model = train_on_first_items(catalogue, batch)
-    ids = model.items.tables[0].weight
+def test_ids_are_dropped_at_random_in_training_only(catalogue):
+    model = build_model("attn_mvp", catalogue, id_dropout=0.5).train()
     inputs: list[Tensor] = []
     model.items.project.register_forward_pre_hook(
         lambda _, args: inputs.append(args[0])
     )
-    item = torch.full((2000,), int(ids.abs().sum(1).argmax()))
+    item = torch.full((2000,), 5)
 
     model.items(item)
     model.eval().items(item)

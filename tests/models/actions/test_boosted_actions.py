@@ -57,29 +57,10 @@ def test_inputs_count_the_strictly_earlier_events(
     catalogue: ActionsCatalogue, batch: ActionsBatch
 ) -> None:
     model = BoostedActions(BoostedActionsConfig(), catalogue)
-    expected = compute_inputs(catalogue, batch)
-    np.testing.assert_allclose(model.columns(batch), expected, rtol=1e-6)
-
-
-def test_no_input_depends_on_events_of_the_same_or_a_later_time(
-    catalogue: ActionsCatalogue, batch: ActionsBatch
-) -> None:
-    model = BoostedActions(BoostedActionsConfig(), catalogue)
-    batch = replace(batch, candidate_time=torch.full_like(batch.candidate_time, 30))
-    is_later = batch.time >= 30
-
-    changed = replace(
-        batch,
-        item=torch.where(is_later, 0, batch.item),
-        action=torch.where(is_later[..., None], 1 - batch.action, batch.action),
-        candidate_label=1 - batch.candidate_label,
-    )
-    other_past = replace(
-        batch, action=torch.where(is_later[..., None], batch.action, 2.0)
-    )
-
-    assert torch.equal(model.columns(batch), model.columns(changed))
-    assert not torch.equal(model.columns(batch), model.columns(other_past))
+    tied_time = torch.full_like(batch.candidate_time, 30)
+    for inputs in (batch, replace(batch, candidate_time=tied_time)):
+        expected = compute_inputs(catalogue, inputs)
+        np.testing.assert_allclose(model.columns(inputs), expected, rtol=1e-6)
 
 
 def test_inputs_of_a_new_item_are_its_attributes_and_no_events_of_the_item(

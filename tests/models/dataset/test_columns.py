@@ -102,7 +102,7 @@ def test_entries_that_were_not_opened_for_a_week_are_removed(cache, table):
     open_columns(table, "test", ["value"], decode)
     (old,) = list_entries(cache)
     long_ago = time.time() - MAX_UNUSED_S - 60
-    os.utime(old / "columns.json", (long_ago, long_ago))
+    os.utime(old, (long_ago, long_ago))
     unfinished = cache / f"test-{'0' * 32}.abc"
     unfinished.mkdir()
     os.utime(unfinished, (long_ago, long_ago))

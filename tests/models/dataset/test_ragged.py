@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core import ragged
@@ -22,15 +22,6 @@ def test_gathered_ranges_are_the_ranges_one_after_another(lengths, data):
         expected += range(start, start + length)
     positions = ragged.gather_ranges(np.array(starts, np.int64), lengths)
     assert positions.tolist() == expected
-
-
-@given(st.lists(st.sampled_from([0, 7, 2**31 - 1, 2**31, 2**40]), max_size=3))
-def test_narrow_indices_keep_their_values_in_int32_if_all_fit(values):
-    index = np.array(sorted(values), np.int64)
-    narrow = ragged.narrow_indices(index)
-    assert narrow.tolist() == index.tolist()
-    fits = all(value < 2**31 for value in values)
-    assert narrow.dtype == (np.int32 if fits else np.int64)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=12))
@@ -61,12 +52,3 @@ def test_values_are_found_at_their_index_of_a_sorted_array(values, queries):
     index, is_found = ragged.find_sorted(ordered, np.array(queries, np.int64))
     assert is_found.tolist() == [query in values for query in queries]
     assert (ordered[index[is_found]] == np.array(queries)[is_found]).all()
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
-def test_split_parts_hold_every_row_and_none_is_empty(weights, data):
-    parts = data.draw(st.integers(1, len(weights)))
-    edges = ragged.split_evenly(np.array(weights), parts)
-    assert (edges[0], edges[-1], len(edges)) == (0, len(weights), parts + 1)
-    assert (np.diff(edges) > 0).all()

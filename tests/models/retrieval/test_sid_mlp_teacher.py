@@ -86,7 +86,7 @@ def test_recommending_needs_no_teacher_and_training_does(
     teacher = tmp_path / "tiger"
     shutil.copytree(taught.teacher, teacher)
     setup = build_student_training(teacher, taught.inputs)
-    assert setup.config.teacher == str(teacher / "best")
+    assert setup.model.config.teacher == str(teacher / "best")
     checkpoint.save(tmp_path / "student", setup.model, setup.checkpoint(epoch=1))
     batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
     expected_items, expected_scores = setup.model.eval().recommend(batch, 20)

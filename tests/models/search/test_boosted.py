@@ -235,27 +235,6 @@ def test_lambdarank_learns_from_short_parts_of_lists_with_a_positive(
     assert "first 2 results" in capsys.readouterr().out
 
 
-def test_scores_ignore_positions_labels_and_behaviours_after_the_search() -> None:
-    model, batch = train_trees([draw_searches(0)], [draw_searches(2)]), draw_searches(1)
-    end_of_row = torch.empty_like(batch.request_end)
-    end_of_row[batch.request_row] = batch.request_end
-    # (B, T): behaviours after the row's search
-    is_later = torch.arange(HISTORY) >= end_of_row[:, None]
-
-    changed = replace(
-        batch,
-        history=torch.where(is_later, 0, batch.history),
-        history_query=torch.where(is_later, 0, batch.history_query),
-        history_features=torch.where(is_later[..., None], 1.0, batch.history_features),
-        features=batch.features.index_fill(1, torch.tensor(POSITION), 9.0),
-        labels=~batch.labels,
-    )
-
-    assert torch.equal(model.score(batch), model.score(changed))
-    other_past = replace(batch, history=torch.where(is_later, batch.history, 0))
-    assert not torch.equal(model.score(batch), model.score(other_past))
-
-
 def test_trees_score_tables_with_a_new_category_value_as_before(
     tmp_path: Path,
 ) -> None:

@@ -49,16 +49,6 @@ def test_scores_of_a_ranking_do_not_depend_on_the_position(
     assert torch.equal(shown, other_shown) == (mode == "hidden")
 
 
-def test_the_position_bias_is_an_added_term_of_the_position_alone(catalogue, batch):
-    model = build_variant("base", catalogue, position="bias")
-    other = change_batch(batch, catalogue, candidate=batch.candidate.flip(0))
-    with torch.no_grad():
-        expected = model.shown_at.compute_bias(model.scale(batch.features), True)
-        for inputs in (batch, other):
-            bias = model.score(inputs, shown=True) - model.score(inputs)
-            torch.testing.assert_close(bias, expected)
-
-
 def test_dropout_hides_the_positions_of_whole_requests():
     torch.manual_seed(0)
     module = Position(

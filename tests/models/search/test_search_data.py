@@ -227,7 +227,7 @@ def assert_text_equals(
         assert query_row < 0
         assert pair_row < 0
         return
-    [row], _ = text.find_pairs(np.array([pair_key(item, query, 8)]))
+    [row] = np.searchsorted(text.pair_keys, [pair_key(item, query, 8)])
     assert query_row >= 0
     assert pair_row >= 0
     assert np.array_equal(batch.query_text[query_row], text.queries[query])

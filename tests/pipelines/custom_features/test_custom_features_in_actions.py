@@ -159,7 +159,7 @@ def served_model(
         "mvp/own",
         "mvp",
         str(folder),
-        config={"model": run.model.config_to_dict(run.config), "tables": tables},
+        config={"model": run.model.config_to_dict(run.model.config), "tables": tables},
         hashes=run.catalogue.hashes,
     )
     saved = run.checkpoint(epoch=1, tracking=vars(tracked))

@@ -43,7 +43,7 @@ def register_model(folder: Path, uri: str, tables: str, text: str) -> TrainingRu
     fit, inputs = FitConfig(batch_size=8), Inputs(tables, text=text)
     run = build_training({"name": "qgs", **SIZES}, fit, inputs)
     config = {
-        "model": run.model.config_to_dict(run.config),
+        "model": run.model.config_to_dict(run.model.config),
         "tables": tables,
         "text": text,
     }
