@@ -149,11 +149,9 @@ def warn_of_id_order(tables: str) -> None:
         return
     part = read_parquet(sequences.part_uris()[0], ["item_index"])
     steps = pl.Series(part["item_index"]).list.diff(null_behavior="drop").explode()
-    is_ascending = steps.filter(steps != 0) > 0
-    if (
-        len(is_ascending) >= MIN_STEPS
-        and (share := is_ascending.mean()) > MAX_ASCENDING
-    ):
+    is_ascending = (steps.filter(steps != 0) > 0).to_numpy()
+    share = is_ascending.sum() / max(1, len(is_ascending))
+    if len(is_ascending) >= MIN_STEPS and share > MAX_ASCENDING:
         print(
             f"warning: {share:.0%} of adjacent behaviours have ascending item ids, 50% "
             "where the order is real: ties seem to be broken by id, and models that "
