@@ -44,7 +44,19 @@ def check_search_tables(
 ) -> pl.DataFrame:
     """Check `queries`, and the behaviours, requests and features of `sequences`."""
     queries = read_queries(tables)
-    check_queries(tables, queries, rules["queries"])
+    # the queries of events, sorted, with dense indices
+    rules["queries"].rows = queries.height
+    distinct = tables.events.select("query").drop_nulls().unique().sort("query")
+    indexed = queries.with_row_index("at").join(
+        distinct.with_row_index("expected"), on="query", how="full", coalesce=True
+    )
+    is_wrong = pl.any_horizontal(
+        pl.col(name).ne_missing(pl.col("expected")) for name in ("query_index", "at")
+    )
+    rules["queries"].add_rows(
+        indexed.filter(is_wrong).sort("query"),
+        "query '{query}': index {query_index} in row {at}, events give {expected}",
+    )
     rows = unfold(tables, rules)
     log = read_log(tables, queries)
     users_log = tables.with_user_rows(log)
@@ -86,22 +98,6 @@ def read_queries(tables: Tables) -> pl.DataFrame:
     if not tables.opened["queries"].files:
         return pl.DataFrame(schema={"query_index": pl.Int32, "query": pl.String})
     return tables.read("queries").drop("part")
-
-
-def check_queries(tables: Tables, queries: pl.DataFrame, rule: Rule) -> None:
-    """Check that the table has the queries of events, sorted, with dense indices."""
-    rule.rows = queries.height
-    expected = tables.events.select("query").drop_nulls().unique().sort("query")
-    rows = queries.with_row_index("at").join(
-        expected.with_row_index("expected"), on="query", how="full", coalesce=True
-    )
-    is_wrong = pl.any_horizontal(
-        pl.col(name).ne_missing(pl.col("expected")) for name in ("query_index", "at")
-    )
-    rule.add_rows(
-        rows.filter(is_wrong).sort("query"),
-        "query '{query}': index {query_index} in row {at}, events give {expected}",
-    )
 
 
 def read_log(tables: Tables, queries: pl.DataFrame) -> pl.DataFrame:
@@ -159,8 +155,17 @@ def check_requests(
     """
     custom_features = list(tables.info.custom.names)
     labels = [f"label_{name}" for name in tables.info.labels]
-    candidates = expected_candidates(tables, users_log)
-    expected = expected_requests(candidates, [*labels, *custom_features])
+    # results that are equal in all keys keep the order of the log
+    results = expected_candidates(tables, users_log).sort(
+        "row", "position", "timestamp_ms", "item_id", maintain_order=True
+    )
+    keys = ["row", "asked", *REQUEST_KEYS, "query_index"]
+    expected = results.group_by(keys, maintain_order=True).agg(
+        pl.col(labels + custom_features), candidates="item_index", positions="position"
+    )
+    expected = expected.rename({"asked": "timestamp_ms"})
+    order = ["row", "timestamp_ms", "request_id", "query_index"]
+    expected = expected.sort(order).with_columns(INDEX)
     if custom_features:
         compare_rows(requests, expected, custom_features, "request", rules["features"])
     # a missing label is false
@@ -168,29 +173,6 @@ def check_requests(
     expected = expected.with_columns(filled)
     columns = ["timestamp_ms", "query_index", "candidates", "positions", *labels]
     compare_rows(requests, expected, columns, "request", rules["targets"])
-
-
-def expected_requests(results: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
-    """Group results into requests.
-
-    Args:
-        results: Events of `read_log`, with the `row` of their user.
-        columns: Columns of results to collect as lists.
-
-    Returns:
-        One row per request, in the order of the table.
-    """
-    # results that are equal in all keys keep the order of the log
-    results = results.sort(
-        "row", "position", "timestamp_ms", "item_id", maintain_order=True
-    )
-    keys = ["row", "asked", *REQUEST_KEYS, "query_index"]
-    requests = results.group_by(keys, maintain_order=True).agg(
-        pl.col(columns), candidates="item_index", positions="position"
-    )
-    requests = requests.rename({"asked": "timestamp_ms"})
-    order = ["row", "timestamp_ms", "request_id", "query_index"]
-    return requests.sort(order).with_columns(INDEX)
 
 
 # Features.

@@ -274,14 +274,6 @@ def is_parquet(uri: str) -> bool:
     return False
 
 
-def _open(uri: str) -> Any:
-    """Open a stream of the decompressed bytes of a file, whatever its suffix."""
-    filesystem, path = open_uri(uri)
-    with filesystem.open_input_file(path) as stream:
-        head = stream.read(4)
-    return filesystem.open_input_stream(path, compression=_detect_compression(head))
-
-
 def read_frames(
     uri: str,
     files: Files,
@@ -392,11 +384,13 @@ def _read_blocks(
         decoder = codecs.getincrementaldecoder(files.encoding)()
     remaining, is_first = 1 << 62, True
     with ExitStack() as stack:
-        if piece is None:
-            stream = stack.enter_context(_open(uri))
+        filesystem, path = open_uri(uri)
+        stream = stack.enter_context(filesystem.open_input_file(path))
+        if piece is None:  # decompressed, whatever the suffix of the file
+            kind = _detect_compression(stream.read(4))
+            stream = filesystem.open_input_stream(path, compression=kind)
+            stream = stack.enter_context(stream)
         else:
-            filesystem, path = open_uri(uri)
-            stream = stack.enter_context(filesystem.open_input_file(path))
             start = _find_row_start(stream, uri, files, piece.start)
             end = _find_row_start(stream, uri, files, piece.end)
             stream.seek(start)
@@ -804,7 +798,12 @@ def _parse_json_lines(
         rows = _read_ndjson(text)
         columns, _ = select_columns(expressions, rows.columns)
         for values in rows.select(columns):
-            if _may_hold_objects(values) or _may_lose_digits(values):
+            # polars may convert objects and lists to text, and round large integers
+            inner = values.explode() if values.dtype == pl.List(pl.String) else values
+            is_text, is_float = inner.dtype == pl.String, inner.dtype == pl.Float64
+            if (is_text and inner.str.contains(r"^[\[{]").any()) or (
+                is_float and (inner.abs() >= 2**53).any()
+            ):
                 raise pl.exceptions.ComputeError(
                     "text and objects, or large integers and floats, in one column"
                 )
@@ -826,17 +825,6 @@ def _read_ndjson(text: bytes) -> pl.DataFrame:
     if not text.strip():
         return pl.DataFrame()
     return pl.read_ndjson(text, infer_schema_length=None)
-
-
-def _may_hold_objects(values: pl.Series) -> bool:
-    """Return whether polars may have converted JSON objects or lists to text."""
-    values = values.explode() if values.dtype == pl.List(pl.String) else values
-    return values.dtype == pl.String and bool(values.str.contains(r"^[\[{]").any())
-
-
-def _may_lose_digits(values: pl.Series) -> bool:
-    """Return whether polars may have rounded large integers to floats."""
-    return values.dtype == pl.Float64 and bool((values.abs() >= 2**53).any())
 
 
 def _json_kind(value: Any) -> str:

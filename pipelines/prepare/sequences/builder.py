@@ -178,11 +178,6 @@ class SequenceBuilder(ABC):
         """Columns of custom features that models read."""
         return feature_columns(self.joined_schema)
 
-    @property
-    def hashes_ties(self) -> bool:
-        """Whether leave-last-out breaks ties between equal times by a hash."""
-        return self.config.ties == "strict"
-
     # Steps of a part, in tasks.
 
     def open_events(self, table: pa.Table, lookups: Lookups) -> pl.DataFrame:
@@ -323,7 +318,8 @@ class SequenceBuilder(ABC):
             return BuiltPart(self.output.empty_table(), count)
         users = requests["user"].unique()
         behaviours = behaviours.filter(pl.col("user").is_in(users.implode()))
-        hashes_ties, split = self.hashes_ties, self.split
+        # leave-last-out breaks ties between equal times by a hash
+        hashes_ties, split = self.config.ties == "strict", self.split
         requests = assign_splits(requests, split, hashes_ties=hashes_ties)
         if split.by == "leave_last_out" and hashes_ties:
             is_tied = pl.struct("user", "timestamp_ms").is_duplicated()

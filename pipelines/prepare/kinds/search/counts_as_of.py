@@ -138,16 +138,8 @@ def _write_bucket(
             continue
         features = counter.compute(kind_index, to_columns(rows[kind_index]))
         columns = counter.names[kind_index]
-        events = (
-            rows[kind_index]
-            .select("item", "query")
-            .hstack(
-                [
-                    pl.Series(name, values, pl.Float32)
-                    for name, values in zip(columns, features.T, strict=True)
-                ]
-            )
-        )
+        values = pl.DataFrame(features, columns, orient="row").cast(pl.Float32)
+        events = rows[kind_index].select("item", "query").hstack(values)
         for kind in kinds:
             # all events of a key have the same features, those of the snapshot time
             keys = events.filter(pl.col(KEYS[kind][-1]) >= 0).unique(KEYS[kind])
