@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -373,14 +374,14 @@ def fit(
             **fields,
         )
 
+    load_epoch = partial(
+        train.epoch,
+        config.batch_size,
+        seed=config.seed,
+        pad_to_buckets=uses_cuda_graphs(config, device, world),
+    )
     for epoch in range(at.epoch, config.max_epochs):
-        batches = train.epoch(
-            config.batch_size,
-            seed=config.seed,
-            epoch=epoch,
-            skip=at.step_in_epoch,
-            pad_to_buckets=uses_cuda_graphs(config, device, world),
-        )
+        batches = load_epoch(epoch=epoch, skip=at.step_in_epoch)
         if device.type == "cuda":
             batches = prefetch(batches)
         module.train()
@@ -398,9 +399,8 @@ def fit(
             lr = learning_rate(config, at.step, total_steps)
             set_learning_rate(optimizer, factors, lr)
             outputs, norm = take_step(batch)
-            sums |= {
-                name: sums.get(name, 0.0) + outputs[name].double() for name in outputs
-            }
+            for name, value in outputs.items():
+                sums[name] = sums.get(name, 0.0) + value.double()
             num_steps += 1
             at.step += 1
             at.step_in_epoch += 1
@@ -432,15 +432,12 @@ def fit(
             at.loss += loss * num_steps
             if is_point:
                 points = {f"train/{name}": value for name, value in means.items()}
-                points |= {
-                    "train/lr": lr,
-                    "train/grad_norm": float(norm),
-                    "train/examples_per_s": examples / seconds,
-                    "train/data_wait": waited / seconds,
-                }
+                points |= {"train/lr": lr, "train/grad_norm": float(norm)}
+                points["train/examples_per_s"] = examples / seconds
+                points["train/data_wait"] = waited / seconds
             if not (ends or stops):
-                due = save() if num_saving else {}
-                yield report(loss, examples, waited, seconds, points=points, state=due)
+                work = loss, examples, waited, seconds
+                yield report(*work, points=points, state=save() if num_saving else {})
                 points = {}
             epoch_examples += examples
             epoch_waited += waited
@@ -450,44 +447,42 @@ def fit(
         loss = at.loss / at.step_in_epoch
         work = loss, epoch_examples, epoch_waited, seconds
         is_last = epoch + 1 == config.max_epochs
-        validation: dict[str, Any] = {}
+        end: dict[str, Any] = {"ends_epoch": True}
         if not stops and (is_last or is_due(config.eval_every_epochs, epoch + 1)):
-            eval_began = time.perf_counter()
             try:
                 with shards.gather_weights() if shards else nullcontext():
-                    metrics, count = validate(model)
+                    measured, val_points = measure(model, validate)
+                points |= val_points
+                end |= measured
+                end["is_best"] = at.record_metric(measured["metrics"][config.metric])
+                end["stop_reason"] = "" if is_last else early_stop_reason(at, config)
             except ValidationStopped:
                 stops = True
-            else:
-                if not count:
-                    raise UserError("the validation split has no request")
-                validation = {
-                    "metrics": metrics,
-                    "eval_seconds": time.perf_counter() - eval_began,
-                    "is_best": at.record_metric(metrics[config.metric]),
-                    "stop_reason": "" if is_last else early_stop_reason(at, config),
-                }
-                points |= {f"val/{name}": value for name, value in metrics.items()}
-                points["val/examples"] = count
-                points["val/seconds"] = validation["eval_seconds"]
         if stops:
             yield report(*work, points=points, interrupted=True, state=save())
             return
         points |= {"epoch": epoch + 1, "train/epoch_loss": loss}
         points["train/epoch_seconds"] = seconds
         at.epoch, at.step_in_epoch, at.loss = epoch + 1, 0, 0.0
-        at.stopped = is_last or bool(validation.get("stop_reason"))
-        yield report(
-            *work,
-            points=points,
-            ends_epoch=True,
-            **validation,
-            stop=at.stopped,
-            state=save(),
-        )
+        at.stopped = is_last or bool(end.get("stop_reason"))
+        yield report(*work, points=points, stop=at.stopped, state=save(), **end)
         reported, silence = time.perf_counter(), PROGRESS_S
         if at.stopped:
             return
+
+
+def measure(
+    model: nn.Module, validate: Validate
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Validate a model; return fields of a report, and points of the curves."""
+    began = time.perf_counter()
+    metrics, count = validate(model)
+    if not count:
+        raise UserError("the validation split has no request")
+    seconds = time.perf_counter() - began
+    points = {f"val/{name}": value for name, value in metrics.items()}
+    points |= {"val/examples": count, "val/seconds": seconds}
+    return {"metrics": metrics, "eval_seconds": seconds}, points
 
 
 def is_due(every: int, step: int) -> bool:
@@ -545,12 +540,10 @@ def describe(report: Report, config: FitConfig, per_example: float, unit: str) -
     line += f"  {rate:,.0f} {unit}/s  data wait {report.data_wait:.0%}"
     if report.ends_epoch:
         line += f"  {report.seconds:.0f} s + {report.eval_seconds:.0f} s"
-    elif report.steps_in_epoch:
+    else:
         line += f"  {report.steps_in_epoch:,} steps per epoch"
     if report.stop:
-        if report.ends_epoch:
-            line += "  done"
-        return f"{line}\n{report.stop_reason}" if report.stop_reason else line
+        return f"{line}  done\n{report.stop_reason}".rstrip()
     if report.seconds_left is None:
         return line
     return f"{line}  at most {format_duration(report.seconds_left)} left"

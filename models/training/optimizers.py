@@ -8,8 +8,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from core.errors import UserError
-
 
 def make_optimizer(
     model: nn.Module,
@@ -133,18 +131,11 @@ def group_parameters(
                 id(parameter) for parameter in module.no_decay_parameters()
             }
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    matched = set()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         prefixes = [prefix for prefix in lr_multipliers if name.startswith(prefix)]
-        factor = float(lr_multipliers[prefixes[0]]) if prefixes else 1.0
-        matched.update(prefixes[:1])
+        factor = lr_multipliers[prefixes[0]] if prefixes else 1.0
         key = (factor, id(parameter) not in no_decay_ids)
         groups.setdefault(key, []).append(parameter)
-    for prefix in lr_multipliers.keys() - matched:
-        raise UserError(
-            f"lr_multipliers has '{prefix}', but no trained parameter's name starts "
-            f"with it"
-        )
     return groups
