@@ -234,8 +234,10 @@ def load_sweep(config: SweepConfig) -> Sweep:
     """Load the grid of a sweep, and build the configuration of each trial."""
     content = {"name": Path(config.grid).stem, **read_yaml(config.grid)}
     if config.smoke:
-        content = merge({**content, "scheduler": {}}, content.get("smoke", {}))
-    content = merge(content, {"axes": config.axes})
+        smoke = build(Grid, content).smoke
+        content = merge({**content, "scheduler": {}}, smoke)
+    if config.axes:
+        content = merge(content, {"axes": config.axes})
     if config.samples:
         content["samples"] = config.samples
     grid = build(Grid, content)
