@@ -76,6 +76,7 @@ WRONG_LINES = [
     (f"{TRAIN}/sasrec.yaml --tables {{search}}", "tables are of search"),
     (f"{TRAIN}/sasrec.yaml --tables {{runs}}/gone", "{runs}/gone/items"),
     (f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}}", "model.teacher"),
+    (f"{SASREC} --ray.num_workers 3 --fit.batch_size 16", "does not divide by 3"),
     (f"{TIGERS} --fit.metric ndcg10", "'fit.metric' is set by"),
     (f"{TIGERS} --axes.model.alfa [1]", "unknown key 'model.alfa'"),
     (f"{TIGERS} --axes.storage [a]", "'storage' is set by the sweep"),

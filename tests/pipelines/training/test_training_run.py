@@ -227,23 +227,6 @@ def test_a_name_belongs_to_one_run_of_one_process(training: Training) -> None:
     assert training.train(fit=replace(FIT, log_every_steps=99)).was_finished
 
 
-def test_impossible_options_are_refused_before_training(
-    training: Training,
-) -> None:
-    refused: list[tuple[str, dict[str, Any]]] = [
-        ("16 does not divide by 3", {"ray": RayOptions(num_workers=3)}),
-        ("do not fit", {"ray": RayOptions(num_workers=2, cpus_per_worker=100)}),
-        ("beem", {"fit": replace(FIT, eval_options={"beem": 3})}),
-        ("is relative", {"tracking_uri": "sqlite:///mlflow.db"}),
-    ]
-    for message, changes in refused:
-        with pytest.raises(UserError, match=message):
-            training.train("refused", **changes)
-    with pytest.raises(UserError, match="2 nodes"):
-        tracking.check_nodes("sqlite:////shared/mlflow.db", 2)
-    assert not (training.folder / "refused").exists()
-
-
 def test_errors_in_two_workers_are_not_tried_again(
     training: Training, capsys: pytest.CaptureFixture[str]
 ) -> None:
