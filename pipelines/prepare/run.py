@@ -12,7 +12,6 @@ from pyarrow import fs
 
 from core.errors import pluralize
 from core.files import file_info, join
-from core.schemas import Split
 from core.tables import (
     MANIFEST,
     Info,
@@ -220,12 +219,3 @@ class Run:
     def split_inputs(self, events: Table) -> list[Any]:
         """Return the inputs of the split's cut times, as manifests record them."""
         return [events.hash, self.config.split.settings(), self.behaviour]
-
-    def core_before_ms(self, split: Split) -> int | None:
-        """Return the epoch ms before which the k-core counts behaviours, or None.
-
-        None stands for the whole log, which also counts with the catalogue of other
-        tables.
-        """
-        whole_log = self.config.core_window == "all" or self.config.catalogue
-        return None if whole_log else split.val_start_ms

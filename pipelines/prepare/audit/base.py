@@ -125,11 +125,6 @@ class Tables:
         return self.opened["sequences"].info
 
     @property
-    def event_columns(self) -> set[str]:
-        """Names of the columns of `events`."""
-        return set(self.opened["events"].columns)
-
-    @property
     def behaviour(self) -> str | None:
         """Column of the bool label that makes an event a behaviour; None if all do."""
         name = self.info.behaviour
@@ -142,7 +137,7 @@ class Tables:
         It is the time of the behaviour's label if events have one, else of the event.
         """
         column = (self.behaviour or "").replace("label_", "known_", 1)
-        return column if column in self.event_columns else "timestamp_ms"
+        return column if column in self.events.columns else "timestamp_ms"
 
     @property
     def log_order(self) -> bool:

@@ -69,7 +69,12 @@ def make_items(
     keeps_all = source.items is not None and source.items.keep == "all"
     described = metadata["item_id"] if keeps_all else None
     in_core, core_rounds = core_items(
-        stats, config.core, run.core_before_ms(split), run.executor, described
+        stats,
+        config.core,
+        # core_window `train` counts the behaviours that are known before validation
+        split.val_start_ms if config.core_window == "train" else None,
+        run.executor,
+        described,
     )
     ids = in_core["id"]
     if described is not None:
