@@ -133,8 +133,8 @@ def measure_shard(
         rank=rank,
         world=config.shards,
     )
-    stride = sampling_stride(loaded.catalogue.versions["sequences"].rows)
-    options["by_user"] = stride
+    sequences = loaded.catalogue.versions["sequences"]
+    options["by_user"] = sampling_stride(sequences.rows)
     measure = partial(
         measure_examples,
         loaded.model,
@@ -144,16 +144,19 @@ def measure_shard(
     )
     if len(examples):  # one batch without its result, so that timings are steady
         measure(limit=min(config.batch_size, len(examples)), options=options)
-    ranks_catalogue = loaded.model.ranks == "catalogue"
-    if ranks_catalogue:
-        options["shown"] = torch.zeros(
-            loaded.catalogue.num_items, dtype=torch.long, device=device
+    exposed: dict[str, torch.Tensor] = {}  # (N,) counts of items
+    if loaded.model.ranks == "catalogue":
+        num_items = loaded.catalogue.num_items
+        train = loaded.model.load_examples(
+            loaded.catalogue, "train", "behaviour", rank=rank, world=config.shards
         )
+        trained: Any = train.examples.take(train.evaluation_rows())
+        counts_of_items = np.bincount(trained.targets, minlength=num_items)
+        exposed[TRAINED] = torch.from_numpy(counts_of_items)
+        options["shown"] = torch.zeros(num_items, dtype=torch.long, device=device)
     measured = measure(options=options)
-    sums: dict[str, Any] = dict(measured.sums)
-    if ranks_catalogue:
-        sums[SHOWN] = options["shown"].cpu()
-        sums[TRAINED] = count_trained_items(loaded, rank, config.shards)
+    if exposed:
+        exposed[SHOWN] = options["shown"].cpu()
     speed = measured.num_examples / measured.seconds if measured.seconds else 0.0
     counts = {
         "requests": measured.num_examples,
@@ -164,23 +167,4 @@ def measure_shard(
     name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
-    return sums, counts, name
-
-
-def count_trained_items(loaded: LoadedModel, rank: int, world: int) -> torch.Tensor:
-    """Count the training behaviours per item of one shard's users.
-
-    Args:
-        loaded: The model, whose catalogue has N items.
-        rank: Number of the shard, from 0.
-        world: Number of shards.
-
-    Returns:
-        (N,) counts.
-    """
-    train = loaded.model.load_examples(
-        loaded.catalogue, "train", "behaviour", rank=rank, world=world
-    )
-    examples: Any = train.examples.take(train.evaluation_rows())
-    counts = np.bincount(examples.targets, minlength=loaded.catalogue.num_items)
-    return torch.from_numpy(counts)
+    return {**measured.sums, **exposed}, counts, name
