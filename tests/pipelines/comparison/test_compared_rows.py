@@ -28,8 +28,6 @@ def uri(new_store: Callable[[Path], str], tmp_path: Path) -> str:
 
 
 def test_names_of_seeds_are_shortened_to_their_common_prefix() -> None:
-    seeds = [f"tiger-seed{seed}" for seed in (1, 2, 3)]
-    assert name_runs(seeds, "tiger", "") == "tiger*"
     names = ["lr-0.1-seed-42-ab", "lr-0.1-seed-43-cd"]
     assert name_runs(names, "tiger", "unseen") == "lr-0.1* [unseen]"
     assert name_runs(["a", "a"], "tiger", "") == "a"
