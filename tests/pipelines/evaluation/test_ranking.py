@@ -61,9 +61,8 @@ class Evaluation:
 
     def config(self, name: str, **options: Any) -> Config:
         """Return the options of an evaluation of a model."""
-        sids = self.sids if name == "tiger" else None
         path = self.checkpoint_path(name)
-        return Config(checkpoint=path, tables=self.tables, sids=sids, **options)
+        return Config(checkpoint=path, tables=self.tables, sids=self.sids, **options)
 
     def checkpoint_path(self, name: str) -> str:
         """Return the path of a model's checkpoint."""
