@@ -16,7 +16,7 @@ from core.errors import UserError
 from core.files import absolute
 from core.options import STRICT, NamedConfig
 from models import registry
-from models.loaded_model import build_model
+from models.loaded_model import build_model, load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.teacher_cache import (
     CachedStates,
@@ -211,6 +211,5 @@ def require(part: Any, expected: type[P]) -> P:
 
 def load_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
     """Load the teacher of a resolved config, frozen and in evaluation mode."""
-    teacher = build_teacher(config, catalogue)
-    checkpoint.load_weights(teacher, config.teacher)
-    return teacher.requires_grad_(False).eval()
+    teacher, _ = load_model(config.teacher, catalogue)
+    return cast(Retriever, teacher.requires_grad_(False))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.options import STRICT
-from models.loaded_model import build_model
+from models.loaded_model import load_model
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
     CachedTeacherConfig,
@@ -44,7 +44,6 @@ from models.retrieval.sid_mlp.decoder import SidMlpConfig
 from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone
 from models.retrieval.sid_mlp.sid_mlp import SidMlp
 from models.retrieval.tiger.encoder import T5Backbone
-from models.training import checkpoint
 from models.training.distributed import global_mean
 
 
@@ -213,15 +212,25 @@ class SidMlpPp(SidMlp):
         """
         if config.end_to_end:
             return resolve_teacher(config, catalogue)
-        return resolve_encoder(config, catalogue)
+        uri, stage_1, weights = read_checkpoint(
+            config, "encoder", catalogue, SidMlpPpEncoder.name
+        )
+        teacher = config.teacher or stage_1.model["teacher"]
+        config = resolve_teacher(replace(config, teacher=teacher), catalogue)
+        stage_1_hash = stage_1.model["teacher_hash"]
+        if stage_1_hash != config.teacher_hash:
+            raise UserError(
+                f"the encoder {uri} matches another teacher ({stage_1_hash[:12]}) than "
+                f"{config.teacher} ({config.teacher_hash[:12]})"
+            )
+        sizes = encoder_sizes(stage_1.model)
+        return replace(config, encoder=uri, encoder_hash=weights, **sizes)
 
     def load_teacher(self, catalogue: Catalogue) -> None:
         """Load the teacher, and the encoder trained in stage 1."""
         super().load_teacher(catalogue)
         if not self.config.end_to_end:
-            stage_1_options = checkpoint.read(self.config.encoder).model
-            stage_1 = cast(SidMlpPpEncoder, build_model(stage_1_options, catalogue))
-            checkpoint.load_weights(stage_1, self.config.encoder)
+            stage_1: Any = load_model(self.config.encoder, catalogue)[0]
             self.backbone.load_state_dict(stage_1.backbone.state_dict())
 
     def train(self, mode: bool = True) -> Self:
@@ -262,20 +271,3 @@ class SidMlpPp(SidMlp):
 def encoder_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `EncoderSizes` among a model's options."""
     return {f.name: options[f.name] for f in fields(EncoderSizes)}
-
-
-def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpConfig:
-    """Return the config with stage 1 and its teacher filled in."""
-    uri, stage_1, weights = read_checkpoint(
-        config, "encoder", catalogue, SidMlpPpEncoder.name
-    )
-    teacher = config.teacher or stage_1.model["teacher"]
-    config = resolve_teacher(replace(config, teacher=teacher), catalogue)
-    stage_1_teacher_hash = stage_1.model["teacher_hash"]
-    if stage_1_teacher_hash != config.teacher_hash:
-        raise UserError(
-            f"the encoder {uri} matches another teacher ({stage_1_teacher_hash[:12]}) "
-            f"than {config.teacher} ({config.teacher_hash[:12]})"
-        )
-    sizes = encoder_sizes(stage_1.model)
-    return replace(config, encoder=uri, encoder_hash=weights, **sizes)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from models.loaded_model import build_model
 from models.retrieval.atspeed.atspeed import (
     TOP_CODES,
     AtSpeed,
@@ -22,8 +21,8 @@ from models.retrieval.tiger.decoder import T5Decoder
 from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,
-    TEACHER,
     build_catalogue,
+    build_taught,
     build_tiger,
     make_requests,
     select_row,
@@ -41,13 +40,9 @@ def build_teacher(seed: int) -> Retriever:
     return tiger
 
 
-def build_student(name: str = "atspeed_s", seed: int = 1, **options: Any) -> AtSpeed:
-    """Return an AtSpeed of `build_teacher(seed)` with a random draft."""
-    torch.manual_seed(seed)
-    options = {"name": name, "teacher_model": TEACHER, **SMALL, **options}
-    model: Any = build_model(options, build_catalogue())
-    model.set_teacher(build_teacher(seed))
-    return model.eval()
+def build_student(name: str = "atspeed_s", **options: Any) -> AtSpeed:
+    """Return an AtSpeed of `build_teacher(1)` with a random draft."""
+    return build_taught(name, teacher=build_teacher(1), **{**SMALL, **options})
 
 
 def draw_tree(

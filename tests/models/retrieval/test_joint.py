@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from models.layers.t5 import _bucket
-from models.loaded_model import build_model
 from models.retrieval.students.earn import EarnBackbone
-from models.retrieval.students.joint import Joint
 from tests.fixtures.small_retrieval import (
     SIZES,
-    TEACHER,
     build_catalogue,
-    build_tiger,
+    build_taught,
     make_requests,
 )
-
-
-def build_untaught(name: str, **options: Any) -> Joint:
-    """Return a model with random weights that has no teacher yet."""
-    torch.manual_seed(1)
-    options = {"name": name, "teacher_model": TEACHER, **options}
-    model: Any = build_model(options, build_catalogue())
-    return model
-
-
-def build_taught(name: str, **options: Any) -> Any:
-    """Return a model that starts from the weights of `build_tiger()`."""
-    model = build_untaught(name, **options)
-    model.set_teacher(build_tiger())
-    return model.eval()
 
 
 def normalise_rms(x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from models.loaded_model import build_model
 from tests.fixtures.small_lc_rec import (
     KINDS,
     build_kind,
@@ -22,7 +21,7 @@ from tests.fixtures.small_lc_rec import (
     select_history,
     write_out_prompt,
 )
-from tests.fixtures.small_retrieval import build_catalogue, make_requests
+from tests.fixtures.small_retrieval import build_taught, make_requests
 
 HEADS: dict[str, Any] = {
     "width": 12,
@@ -37,12 +36,8 @@ def build_student(
 ) -> Any:
     """Return a student of `teacher`, by default of `build_lc_rec()`."""
     teacher = teacher or build_lc_rec()
-    torch.manual_seed(2)
     teacher_model = teacher.config_to_dict(teacher.config)
-    config = {"name": name, "teacher_model": teacher_model, **options}
-    model: Any = build_model(config, build_catalogue())
-    model.set_teacher(teacher)
-    return model.eval()
+    return build_taught(name, 2, teacher, teacher_model=teacher_model, **options)
 
 
 def record_outputs(modules: dict[str, nn.Module]) -> dict[str, Tensor]:

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.loaded_model import build_model
 from models.retrieval import retriever
-from models.retrieval.distillation.student import Student
 from models.retrieval.students.recurrent import RecurrentScorer
-from tests.fixtures.small_retrieval import (
-    TEACHER,
-    build_catalogue,
-    build_tiger,
-    make_requests,
-)
+from tests.fixtures.small_retrieval import build_taught, make_requests
 
 SMALL: dict[str, dict[str, Any]] = {
     "gdn": {"num_layers": 2, "heads": 2, "head_width": 6, "ffn_width": 24, "chunk": 8},
@@ -27,26 +20,12 @@ SMALL: dict[str, dict[str, Any]] = {
 NAMES = sorted(SMALL)
 
 
-def build_student(name: str, **options: Any) -> Student:
-    """Return a student of `build_tiger()` with random weights.
-
-    Its log-probabilities are far from uniform.
-    """
-    torch.manual_seed(1)
-    options = {"name": name, "teacher_model": TEACHER, **SMALL[name], **options}
-    model: Any = build_model(options, build_catalogue())
-    model.set_teacher(build_tiger())
-    for key, parameter in model.named_parameters():
-        if "heads" in key:
-            torch.nn.init.normal_(parameter.data)
-    return model.eval()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_with_large_beam_states_are_searched_in_parts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = build_student(name), make_requests(7)
+    model = build_taught(name, spread=1.0, **SMALL[name])
+    batch = make_requests(7)
     expected_items, expected_scores = model.recommend(batch, 5, beam=4)
     beam_bytes = 3 * 4 * model.decoder.beam_bytes  # 3 requests of 4 beams
     state_bytes = []

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.loaded_model import build_model
 from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
 from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,
-    TEACHER,
     build_catalogue,
+    build_taught,
     build_tiger,
     make_requests,
     select_row,
@@ -26,20 +25,9 @@ from tests.fixtures.small_retrieval import (
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 
 
-def build_student(name: str = "sid_mlp", seed: int = 1, **options: Any) -> Student:
-    """Return a student of `build_tiger()` with random weights.
-
-    Its log-probabilities are far from uniform.
-    """
-    torch.manual_seed(seed)
-    sizes = SMALL if name == "sid_mlp" else {}
-    options = {"name": name, "teacher_model": TEACHER, **sizes, **options}
-    model: Any = build_model(options, build_catalogue())
-    model.set_teacher(build_tiger())
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad and "readout" not in key and parameter.dim() == 2:
-            torch.nn.init.normal_(parameter.data, std=0.5)
-    return model.eval()
+def build_student(**options: Any) -> Student:
+    """Return a SID-MLP whose log-probabilities are far from uniform."""
+    return build_taught("sid_mlp", spread=0.5, **SMALL, **options)
 
 
 def compute_logits(model: Student, history: History, prefix: list[int]) -> Tensor:
