@@ -139,12 +139,6 @@ class RetrievalExamples(Examples):
         """Target (n,) of each example's first request."""
         return self.columns["target"][self.requests[self.first]]
 
-    @property
-    def request_numbers(self) -> NDArray[np.int64]:
-        """Numbers (m,) of the requests, unique across all splits except `next`."""
-        user_row = np.repeat(self.user, self.count)
-        return request_number(user_row, self.requests - self.request_offsets[user_row])
-
 
 def plan(columns: Columns, selection: Selection) -> RetrievalExamples:
     """Plan the examples of a split: their requests, users and history lengths."""
