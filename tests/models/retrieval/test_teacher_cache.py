@@ -216,3 +216,18 @@ def test_trainings_with_equal_teacher_outputs_share_tables(
     assert table_kinds(tmp_path) == ["decoder", "encoder"]
     distillation.build(tmp_path, name="sid_mlp_pp", encoder=distillation.stage_1)
     assert table_kinds(tmp_path) == ["decoder", "encoder", "encoder"]
+
+
+def test_each_layer_of_a_language_model_has_a_table_of_its_own(
+    distillation: Distillation, tmp_path: Path
+) -> None:
+    teacher = {"name": "lc_rec", "width": 16, "num_layers": 2, "num_heads": 2}
+    setup = build_training(teacher, FIT, Inputs(distillation.tables, distillation.sids))
+    checkpoint.save(tmp_path / "lc_rec", setup.model, setup.checkpoint(epoch=1))
+    student = {"name": "lc_rec_sid_mlp", "width": 12, "attention_heads": 2}
+    student["teacher"] = str(tmp_path / "lc_rec")
+
+    for layer in (1, 2):
+        distillation.build(tmp_path / "cache", **student, layer=layer)
+
+    assert table_kinds(tmp_path / "cache") == ["decoder", "encoder", "encoder"]
