@@ -3,9 +3,8 @@ r"""SID-MLP (Guo et al., 2026): TIGER's decoder distilled into a readout and MLP
     python -m jobs.train --config jobs/configs/retrieval/sid_mlp.yaml --tables TABLES \
         --sids SIDS --storage runs --name sid_mlp --model.teacher runs/tiger
 
-One attention readout per user and an MLP per level replace the decoder. The decoder is
-in `decoders/sid_mlp.py`, the loss in `distillation/student.py`, the fast search in
-`models/retrieval/sid_mlp/fast.py`.
+One attention readout per user and an MLP per level replace the decoder, which is in
+`decoder.py`; the loss is in `distillation/student.py`.
 
 Shapes: `B` requests.
 """
