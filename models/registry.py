@@ -32,6 +32,7 @@ MODELS = {
     "ease": "models.retrieval.baselines.ease:EASE",
     "sasrec": "models.retrieval.sasrec:SASRec",
     "sid_sasrec": "models.retrieval.sid_sasrec:SidSASRec",
+    "blend": "models.retrieval.blend:Blend",
     "tiger": "models.retrieval.tiger.tiger:Tiger",
     "lc_rec": "models.retrieval.lc_rec.lc_rec:LcRec",
     "lc_rec_sid_mlp": "models.retrieval.lc_rec.students:LcRecSidMlp",

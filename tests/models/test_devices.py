@@ -222,6 +222,8 @@ def build_small_training(
     options = {"name": name, **SIZES.get(name, {})}
     if issubclass(model_class.config_class, TeacherConfig):
         options["teacher"] = data[model_class.config_class.default_teacher]
+    if name == "blend":
+        options |= {"first": data["tiger"], "second": data["lc_rec"]}
     if name == "sid_mlp_pp":
         options["encoder"] = data["sid_mlp_pp_encoder"]
     return build_training(options, fit, data[model_class.kind.name], device=device)

@@ -28,16 +28,10 @@ Values = Annotated[
 """One value, or several from which validation chooses."""
 
 
-def list_choices(config: Any, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return all combinations of the values of a config's options."""
-    values = itertools.product(*(getattr(config, name) for name in names))
-    return [dict(zip(names, combination, strict=True)) for combination in values]
-
-
 def choose(
     model: Any,
     names: Sequence[str],
-    learn: Callable[[dict[str, Any]], None],
+    learn: Callable[[dict[str, Any]], object],
     val_batches: Iterable[RequestBatch],
 ) -> dict[str, Any]:
     """Learn with the choice of the highest validation NDCG@10, the first of equal ones.
@@ -51,7 +45,8 @@ def choose(
     Returns:
         The chosen values by name.
     """
-    choices = list_choices(model.config, names)
+    values = itertools.product(*(getattr(model.config, name) for name in names))
+    choices = [dict(zip(names, combination, strict=True)) for combination in values]
     best = choices[0]
     if len(choices) > 1:
         batches = list(val_batches)

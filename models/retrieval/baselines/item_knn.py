@@ -25,12 +25,11 @@ neighbours of an item.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from scipy.sparse import csr_array
@@ -39,11 +38,7 @@ from torch import Tensor
 from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.baselines.interactions import decay_distinct, interaction_matrix
-from models.retrieval.baselines.neighbours import (
-    NeighbourModel,
-    keep_best,
-    split_items,
-)
+from models.retrieval.baselines.neighbours import NeighbourModel, Pairs, split_items
 from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
 
 BM25_K1 = 1.2
@@ -96,13 +91,8 @@ class ItemKNN(NeighbourModel):
         self.counts.copy_(torch.from_numpy(matrix.sum(axis=0)))
 
         def learn(choice: dict[str, Any]) -> None:
-            neighbours, similarity = nearest_items(
-                weight_counts(matrix, choice["weights"]),
-                self.config.neighbours,
-                choice["shrinkage"],
-            )
-            self.neighbours.copy_(torch.from_numpy(neighbours))
-            self.similarity.copy_(torch.from_numpy(similarity))
+            weighted = weight_counts(matrix, choice["weights"])
+            self.keep_best(find_similar(weighted, choice["shrinkage"]))
             self.history_decay.fill_(choice["history_decay"])
 
         names = ("weights", "shrinkage", "history_decay")
@@ -137,28 +127,18 @@ def weight_counts(matrix: csr_array, weights: str) -> csr_array:
     return csr_array((weighted, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
-def nearest_items(
-    weighted: csr_array, neighbours: int, shrinkage: float
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return each item's most similar items and their similarities.
+def find_similar(weighted: csr_array, shrinkage: float) -> Iterator[Pairs]:
+    """Yield the pairs of similar items with their similarities, by blocks.
 
     Args:
         weighted: (U, N) weights of each user's items.
-        neighbours: Number K of neighbours per item; an item is not its own neighbour.
         shrinkage: Added to the denominator of the cosine.
-
-    Returns:
-        (N, K) items, best first and ties by item_index, -1 at padding; (N, K)
-        similarities, 0 at padding.
     """
-    num_items = weighted.shape[1]
-    items = np.full((num_items, neighbours), -1, np.int32)
-    similarity = np.zeros((num_items, neighbours), np.float32)
     norm = np.sqrt((weighted**2).sum(axis=0))
     by_item = csr_array(weighted.T)  # (N, U)
     is_stored = by_item.astype(bool).astype(np.int64)
     # (N,) upper bound of the number of items that share a user with each item
-    max_pairs = np.minimum(is_stored @ np.diff(weighted.indptr), num_items)
+    max_pairs = np.minimum(is_stored @ np.diff(weighted.indptr), weighted.shape[1])
     for first, end in split_items(max_pairs, PRODUCTS_PER_BLOCK):
         products = csr_array(by_item[first:end] @ weighted)  # (end - first, N)
         # one entry per pair of items with a common user
@@ -166,6 +146,4 @@ def nearest_items(
         other = products.indices.astype(np.int64)
         cosine = products.data / (norm[item] * norm[other] + shrinkage)
         is_pair = (cosine > 0) & (item != other)
-        pairs = item[is_pair], other[is_pair], cosine[is_pair]
-        keep_best(*pairs, items, similarity)
-    return items, similarity
+        yield item[is_pair], other[is_pair], cosine[is_pair]

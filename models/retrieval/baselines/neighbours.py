@@ -9,7 +9,7 @@ of an item, `P` pairs of items.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ from models.retrieval.baselines.interactions import popular_below_zero, real_ite
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
+
+Pairs = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+"""(P,) items, the other items of the pairs, and their scores."""
 
 
 class NeighbourModel(RetrievalModel):
@@ -46,6 +49,25 @@ class NeighbourModel(RetrievalModel):
         self.register_buffer("neighbours", torch.full(shape, -1, dtype=torch.int32))
         self.register_buffer("similarity", torch.zeros(shape))
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
+
+    def keep_best(self, blocks: Iterable[Pairs]) -> None:
+        """Store the best neighbours of each item, ties by item_index.
+
+        Args:
+            blocks: Pairs of items; all pairs of an item are in one block.
+        """
+        neighbours = np.full(self.neighbours.shape, -1, np.int32)
+        similarity = np.zeros(neighbours.shape, np.float32)
+        for item, other, score in blocks:
+            order = np.lexsort((other, -score, item))
+            first = np.searchsorted(item[order], item[order])
+            rank = np.arange(len(order)) - first  # within the pairs of its item
+            is_best = rank < neighbours.shape[1]
+            order, rank = order[is_best], rank[is_best]
+            neighbours[item[order], rank] = other[order]
+            similarity[item[order], rank] = score[order]
+        self.neighbours.copy_(torch.from_numpy(neighbours))
+        self.similarity.copy_(torch.from_numpy(similarity))
 
     def nearest_items(self, k: int) -> tuple[Tensor, Tensor]:
         """Return the stored neighbours and similarities, (N, k) both, best first.
@@ -90,28 +112,3 @@ def split_items(
     block = np.cumsum(pairs_per_item) // pairs_per_block
     edges = np.flatnonzero(np.diff(block)) + 1
     yield from itertools.pairwise([0, *edges.tolist(), len(block)])
-
-
-def keep_best(
-    item: NDArray[np.int64],
-    other: NDArray[np.int64],
-    score: NDArray[np.floating],
-    items: NDArray[np.int32],
-    scores: NDArray[np.float32],
-) -> None:
-    """Write each item's best pairs to its rows of `items` and `scores`, in place.
-
-    Args:
-        item: (P,) items of the pairs.
-        other: (P,) the other items of the pairs.
-        score: (P,) scores of the pairs.
-        items: (N, K) items, best first and ties by item_index.
-        scores: (N, K) scores.
-    """
-    order = np.lexsort((other, -score, item))
-    first = np.searchsorted(item[order], item[order])
-    rank = np.arange(len(order)) - first  # within the pairs of its item
-    order = order[rank < items.shape[1]]
-    rank = rank[rank < items.shape[1]]
-    items[item[order], rank] = other[order]
-    scores[item[order], rank] = score[order]

@@ -37,11 +37,7 @@ from torch import Tensor
 from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.baselines.interactions import steps_back
-from models.retrieval.baselines.neighbours import (
-    NeighbourModel,
-    keep_best,
-    split_items,
-)
+from models.retrieval.baselines.neighbours import NeighbourModel, Pairs, split_items
 from models.retrieval.data import Catalogue, RequestBatch
 
 PAIRS_PER_BLOCK = 20_000_000
@@ -132,16 +128,13 @@ class SequentialRules(NeighbourModel):
     ) -> None:
         """Set the neighbours and their V from R training requests."""
         popularity = self.counts.double().cpu().numpy() + 1
-        items = np.full(self.neighbours.shape, -1, np.int32)
-        scores = np.zeros(items.shape, np.float32)
         weight = np.arange(1, 1 + history.shape[1]) ** -distance_power  # (T,)
-        blocks = count_pairs(history, target, weight, len(items), both_directions)
-        for source, follower, count in blocks:
-            source_norm = popularity[source] ** source_power
-            value = count / (source_norm * popularity[follower] ** target_power)
-            keep_best(source, follower, value, items, scores)
-        self.neighbours.copy_(torch.from_numpy(items))
-        self.similarity.copy_(torch.from_numpy(scores))
+        blocks = count_pairs(history, target, weight, len(popularity), both_directions)
+        source_norm, target_norm = popularity**source_power, popularity**target_power
+        self.keep_best(
+            (source, follower, count / (source_norm[source] * target_norm[follower]))
+            for source, follower, count in blocks
+        )
         self.decay.fill_(decay)
 
     def history_factors(self, items: Tensor) -> Tensor:
@@ -155,7 +148,7 @@ def count_pairs(
     weight: NDArray[np.float64],
     num_items: int,
     both_directions: bool,
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]]:
+) -> Iterator[Pairs]:
     """Yield the pairs a, b with their W_ab, by blocks of items a.
 
     Args:

@@ -23,7 +23,7 @@ from core.errors import UserError
 from models.cpu import kernels
 from models.dataset.encoding import PAD
 from models.loaded_model import build_model, load_model
-from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
+from models.retrieval.data import InteractionBatch, RequestBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
 from models.retrieval.tiger.decoder import T5Decoder
@@ -444,9 +444,3 @@ def test_a_checkpoint_restores_the_model(case: str, tmp_path: Path) -> None:
     assert loaded_items.tolist() == items.tolist()
     torch.testing.assert_close(loaded_scores, scores)
     assert not any(name.startswith("_teacher") for name in model.state_dict())
-
-
-@pytest.mark.parametrize("name", [case for case in CASES if " " not in case])
-def test_a_catalogue_without_semantic_ids_is_rejected(name: str) -> None:
-    with pytest.raises(UserError, match="needs semantic IDs"):
-        build_model({"name": name}, Catalogue(3))

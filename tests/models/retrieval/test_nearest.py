@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.loaded_model import build_model
-from models.retrieval.data import Catalogue, InteractionBatch
+from models.retrieval.data import Catalogue
 from tests.fixtures.small_retrieval import TEACHER, build_catalogue
 
 ITEMS = 30
@@ -40,17 +40,3 @@ def test_nearest_items_have_the_highest_cosines_of_item_vectors(
     item_cosines = np.take_along_axis(cosine, items.numpy(), 1)
     np.testing.assert_allclose(scores, -np.sort(-cosine)[:, :5], atol=1e-5)
     np.testing.assert_allclose(item_cosines, scores, atol=1e-5)
-
-
-def test_nearest_items_of_item_knn_are_its_neighbours() -> None:
-    model = build("item_knn", neighbours=3)
-    users = torch.tensor([0, 0, 0, 1, 1])
-    targets = torch.tensor([4, 5, 6, 4, 5])
-    pairs = InteractionBatch(user_row=users, target=targets)
-    model.fit_in_one_pass([pairs], [])
-
-    items, scores = model.nearest_items(5)
-
-    assert items[4].tolist() == [5, 6, -1, -1, -1]
-    assert scores[4, 0] > scores[4, 1] > 0
-    assert (items[0] == -1).all()

@@ -16,7 +16,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from core.schemas import Inputs
 from models import registry
 from models.retrieval.baselines import item_knn, sequential_rules
 from models.retrieval.data import (
@@ -25,12 +24,10 @@ from models.retrieval.data import (
     InteractionBatch,
     RequestBatch,
 )
-from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch
-from tests.fixtures.commands import load_split
 
 ITEMS, USERS = 12, 40
 
@@ -339,24 +336,6 @@ def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it() ->
     assert items[0, 6:].tolist() == popular
     (message,) = model.prepare_training(Catalogue(ITEMS), {})
     assert "6 most frequent of 12 items" in message
-
-
-@pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])
-def test_training_reads_the_behaviours_of_the_train_split_alone(
-    name: str, small: tuple[str, str]
-) -> None:
-    """Requests without history are counted, too."""
-    uri = f"{small[0]}/sequences"
-    catalogue = Catalogue.load(Inputs(small[0]))
-    model = build_resolved({"name": name, **ONE_CHOICE.get(name, {})}, catalogue)
-    train = load_split(RETRIEVAL, uri, "train", unit=model.example_unit)
-
-    val = [[]] if model.stops_early else []
-    model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0), *val)
-
-    expected = np.bincount(train.examples.targets, minlength=catalogue.num_items)
-    assert model.counts.tolist() == expected.tolist()
-    assert train.num_skipped == 0
 
 
 @pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])

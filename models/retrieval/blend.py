@@ -1,0 +1,153 @@
+"""Blend: the weighted sum of the ranks of two trained models.
+
+    score_i = (1 - weight) / (60 + rank_i of the first model)
+              + weight / (60 + rank_i of the second model)
+
+Ranks count from 1, and an item that is not among the `depth` first of a model adds 0
+for it. This is reciprocal rank fusion (Cormack et al., SIGIR 2009) with a weight, which
+is chosen on validation. With `allowed` and `unseen`, the ranks are those among the
+items that may be recommended.
+
+Shapes: `B` requests, `N` items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import field, replace
+from typing import Any, ClassVar
+
+import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from core.errors import UserError
+from core.options import STRICT, Fraction, NamedConfig
+from models import registry
+from models.loaded_model import build_model
+from models.retrieval.baselines.choice import Values, choose
+from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
+from models.retrieval.model import RetrievalModel
+from models.retrieval.search.topk import top_k
+from models.training import checkpoint
+
+
+@dataclass(config=STRICT)
+class BlendConfig(NamedConfig):
+    """Blend: two trained models whose ranks are added."""
+
+    first: str = field(default="", metadata={"names": "checkpoint"})
+    """Checkpoint of a trained model, or folder of its finished run; used in training
+    only."""
+    second: str = field(default="", metadata={"names": "checkpoint"})
+    """Checkpoint of the other model."""
+    weight: Values[Fraction] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    """Weight of the second model; of several values, validation chooses."""
+    depth: PositiveInt = 100
+    """Number of items that each model ranks."""
+    models: tuple[dict[str, Any], ...] = ()
+    """Names and configs of the models, filled in from their checkpoints."""
+    hashes: tuple[str, ...] = ()
+    """SHA-256 of the models' weights files, filled in from their checkpoints."""
+
+    @property
+    def max_history(self) -> int:
+        """Number of latest behaviours that the models read."""
+        configs = map(registry.build_model_config, self.models)
+        return max(config.max_history for config in configs)
+
+
+class Blend(RetrievalModel):
+    """Two frozen models, whose weights are part of the blend's checkpoint."""
+
+    name = "blend"
+    config_class = BlendConfig
+    example_unit = "behaviour"
+    trains_by_gradient = False
+    stops_early = True
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": False}
+
+    models: Any
+    """The two models, an `nn.ModuleList`."""
+    weight: Tensor
+    """() the chosen `weight`."""
+
+    def __init__(self, config: BlendConfig, catalogue: Catalogue) -> None:
+        super().__init__(config, catalogue)
+        self.num_items = catalogue.num_items
+        models = [build_model(model, catalogue) for model in config.models]
+        self.models = nn.ModuleList(models)
+        self.register_buffer("weight", torch.zeros(()))
+
+    @classmethod
+    def resolve_config(cls, config: BlendConfig, catalogue: Catalogue) -> BlendConfig:
+        """Return the config with the models' configs and hashes.
+
+        Raises:
+            UserError: If the models were not trained on these tables.
+        """
+        uris = [checkpoint.locate(uri) for uri in (config.first, config.second)]
+        first, second = (checkpoint.read(uri) for uri in uris)
+        for table in sorted(first.hashes.keys() & second.hashes.keys()):
+            hashes = first.hashes[table][:12], second.hashes[table][:12]
+            if hashes[0] != hashes[1]:
+                raise UserError(
+                    f"{' and '.join(uris)} were trained on different tables '{table}': "
+                    f"{' and '.join(hashes)}",
+                    "second",
+                )
+        for uri, metadata in zip(uris, (first, second), strict=True):
+            checkpoint.check(metadata, uri, catalogue.versions)
+        return replace(
+            config,
+            first=uris[0],
+            second=uris[1],
+            models=(dict(first.model), dict(second.model)),
+            hashes=tuple(checkpoint.weights_hash(uri) for uri in uris),
+        )
+
+    def prepare_training(
+        self, catalogue: Catalogue, datasets: Mapping[str, Any]
+    ) -> list[str]:
+        """Load the weights of both models."""
+        uris = (self.config.first, self.config.second)
+        for model, uri in zip(self.models, uris, strict=True):
+            checkpoint.load_weights(model, uri)
+        return []
+
+    def fit_in_one_pass(
+        self, batches: Iterable[Any], val_batches: Iterable[RequestBatch]
+    ) -> None:
+        """Choose the weight on validation."""
+        self.eval()
+        choose(
+            self,
+            ["weight"],
+            lambda choice: self.weight.fill_(choice["weight"]),
+            val_batches,
+        )
+
+    def encode_allowed(self, items: Tensor) -> Tensor:
+        """Return the set of `items` (N,) unchanged, as each model encodes it."""
+        return items
+
+    @torch.no_grad()
+    def recommend(
+        self, batch: HistoryBatch, k: int, allowed: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Rank the items of both models by the weighted sum of their ranks."""
+        depth = max(k, self.config.depth)
+        reciprocal = 1 / torch.arange(61, depth + 61, device=batch.device)
+        shape = (len(batch.history), self.num_items + 1)
+        total = torch.zeros(shape, device=batch.device)
+        weights = (1 - self.weight, self.weight)
+        for model, weight in zip(self.models, weights, strict=True):
+            encoded = None if allowed is None else model.encode_allowed(allowed)
+            items, _ = model.recommend(batch, depth, allowed=encoded, **options)
+            # missing items go to an extra column
+            column = torch.where(items < 0, self.num_items, items)
+            total.scatter_add_(1, column, (weight * reciprocal).expand(column.shape))
+        items, scores = top_k(total[:, :-1], k)
+        scores = scores.masked_fill(scores <= 0, -torch.inf)
+        return items.masked_fill(scores.isneginf(), -1), scores
