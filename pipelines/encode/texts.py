@@ -881,10 +881,13 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     """
     text = open_table(join(text_uri, "items"), EmbeddingsInfo)
     settings = dict(text.config)
-    name = settings.pop("encoder")
+    name = settings.pop("encoder", "")
     config = TextConfig(**settings)
     items = open_table(join(tables_uri, "items"), ItemsInfo)
-    if text.inputs != {"items": items.hash, "encoder": encoder_version(name)}:
+    if not name or text.inputs != {
+        "items": items.hash,
+        "encoder": encoder_version(name),
+    }:
         raise UserError(f"{text_uri} was made of other items or by another encoder")
     documents = item_texts(items.read(), config)
     encoder = (
