@@ -25,11 +25,6 @@ from core.options import refuse_secrets
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-for logger_name in ("mlflow", "alembic"):
-    logging.getLogger(logger_name).setLevel(logging.WARNING)
-# it logs the traceback of exceptions that it also raises
-logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-
 SQLITE = "sqlite:///"
 """Beginning of the URI of a SQLite store; the path of its file follows."""
 
@@ -148,6 +143,10 @@ def connect(uri: str) -> MlflowClient:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
+    for name in ("mlflow", "alembic"):  # importing mlflow sets other levels
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # it logs the traceback of exceptions that it also raises
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     refuse_secrets(uri, "the tracking URI")
     file = sqlite_file(uri)
     for name in ("USERNAME", "PASSWORD", "TOKEN") if file else ():
