@@ -158,7 +158,9 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
     )
     runs = group_rows(all_runs, comparison)
     groups = summarise(runs, "group").with_row_index("position")
-    newest = runs.unique(["group", "repeat"], keep="last", maintain_order=True)
+    newest = runs.drop_nulls(f"test/{comparison.metric}").unique(
+        ["group", "repeat"], keep="last", maintain_order=True
+    )
     newest = newest.select("group", "evaluation")
     group, teacher = pl.col("group"), pl.col("teacher")
     baseline, shown = pl.col("is_baseline"), pl.col("is_diagnostic")
