@@ -118,6 +118,11 @@ class Model(nn.Module):
         return {**asdict(config), "name": cls.name}
 
     @classmethod
+    def inputs_of(cls, config: Any) -> Mapping[str, bool]:
+        """Return the `extra_inputs` that a model with these options reads."""
+        return cls.extra_inputs
+
+    @classmethod
     def resolve_config(cls, config: Any, catalogue: Any) -> Any:
         """Return the config with values from the checkpoints that it names.
 

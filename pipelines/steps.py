@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
-from core.files import join, storage_errors, write_file
+from core.files import storage_errors, write_file
 from core.options import STRICT, Folder, as_base, changed, check_known, to_words
-from core.schemas import RunRef, SequencesInfo, SidsInfo, TrieInfo
-from core.tables import Table, open_table, read_parquet
+from core.schemas import RunRef, SidsInfo, TrieInfo
+from core.tables import Table
 from models import registry
 from pipelines.comparison.config import CompareConfig
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
@@ -45,13 +45,6 @@ Output = TypeVar("Output")
 
 MAX_LINES = 60
 """Largest number of printed lines of a comparison with a long table."""
-
-MAX_ASCENDING = 0.6
-"""Share of adjacent behaviours with ascending items above which a line is printed. Half
-of them ascend by chance."""
-
-MIN_STEPS = 1000
-"""Number of adjacent behaviours below which their order is considered noise."""
 
 ERROR_LABELS = {
     "reconstruction_error": "embeddings, by the nearest codes",
@@ -127,36 +120,12 @@ def make_tables(options: PrepareOptions) -> dict[str, Any]:
             f"requests without history (each user's first): {join_counts(skipped)}; "
             f"skipped in training and evaluation"
         )
-    warn_of_id_order(options.output)
     print(
         f"made in {time.perf_counter() - start_s:.1f} s: "
         f"{options.output}/{{events,items,sequences,rejects}} and "
         f"{options.output}/statistics.json"
     )
     return statistics
-
-
-def warn_of_id_order(tables: str) -> None:
-    """Print a line if items ascend by id in a log without clock times.
-
-    Histories are those of the first part of `sequences`, and ids are in the order of
-    `item_index`.
-    """
-    import polars as pl
-
-    sequences = open_table(join(tables, "sequences"), SequencesInfo)
-    if sequences.info.log.clock:
-        return
-    part = read_parquet(sequences.part_uris()[0], ["item_index"])
-    steps = pl.Series(part["item_index"]).list.diff(null_behavior="drop").explode()
-    is_ascending = (steps.filter(steps != 0) > 0).to_numpy()
-    share = is_ascending.sum() / max(1, len(is_ascending))
-    if len(is_ascending) >= MIN_STEPS and share > MAX_ASCENDING:
-        print(
-            f"warning: {share:.0%} of adjacent behaviours have ascending item ids, 50% "
-            "where the order is real: ties seem to be broken by id, and models that "
-            "know the order are rewarded for it"
-        )
 
 
 def join_counts(counts: dict[str, int]) -> str:
@@ -191,7 +160,6 @@ def audit_tables(config: AuditConfig) -> None:
             f"{total} of {', '.join(broken)} in {tables}; do not train on these tables",
             "violation",
         )
-    warn_of_id_order(tables)
     print("No violations.")
 
 

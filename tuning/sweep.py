@@ -26,6 +26,8 @@ os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
 os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")
 # Tune's handler of SIGINT would end an interrupted sweep like a finished one.
 os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
+# Seconds between stores of results, which ASHA reads in a continued sweep.
+os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "2")
 # `TrialReporter` prints the progress instead of Tune.
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
 # Failures, and checkpoints within an epoch, are reported without the metric.

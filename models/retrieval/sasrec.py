@@ -112,6 +112,11 @@ class SASRec(RetrievalModel):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
+    @classmethod
+    def inputs_of(cls, config: SASRecConfig) -> Mapping[str, bool]:
+        """Return the folder of semantic IDs if vectors are summed over them."""
+        return {"sids": True} if config.item_vectors == "ids_and_sids" else {}
+
     def states(self, history: Tensor, dropout_p: float = 0.0) -> Tensor:
         """Return the state (B, T, D) after each behaviour of `history` (B, T)."""
         length = history.shape[1]

@@ -433,7 +433,8 @@ def resolve_training(
         if checkpoint.exists(uri):
             code = checkpoint.read(uri).code
             own_code.accept_code(code, uri, config.trust_code)
-    catalogue = load(name, config.inputs)
+    inputs = config.inputs.select(name, model_class.inputs_of(config.model))
+    catalogue = load(name, inputs)
     record = None if config.overwrite else read_record(config.folder)
     resolved = resolve_model(model, catalogue, record)
     ray = config.ray
@@ -455,7 +456,7 @@ def resolve_training(
         config,
         model=resolved,
         ray=ray,
-        **vars(config.inputs.select(name, model_class.extra_inputs)),
+        **vars(inputs),
         init=init,
         tracking_uri=tracking_uri,
     )

@@ -160,6 +160,7 @@ def test_a_damaged_input_is_named_before_ray_starts(
     message: str,
 ) -> None:
     monkeypatch.delattr("ray.init")
+    monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
     copies = {name: tmp_path / name for name in ("tables", "sids", "runs")}
     for name, copy in copies.items():
         shutil.copytree(paths[name], copy)
