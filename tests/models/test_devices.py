@@ -65,6 +65,16 @@ class SimulatedTensor(Tensor):
         return run_operation(func, args, kwargs or {})
 
 
+def to_cpu(value: Any) -> Any:
+    """Return the values of a tensor of the simulated device, else `value`."""
+    if isinstance(value, SimulatedTensor):
+        return value.cpu_values
+    # transformers' cache begins with an empty tensor, which needs no values
+    if isinstance(value, Tensor) and value.is_meta and not value.numel():
+        return torch.empty(value.shape, dtype=value.dtype)
+    return value
+
+
 def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the CPU and return its results on the device of its inputs.
 
@@ -73,7 +83,8 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     simulated = [x for x in tensors if isinstance(x, SimulatedTensor)]
-    on_cpu = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() > 0]
+    plain = [x for x in tensors if not isinstance(x, SimulatedTensor)]
+    on_cpu = [x for x in plain if x.dim() and not x.is_meta]
     assert not (simulated and on_cpu) or func in CROSS_DEVICE_COPIES, (
         f"{func} mixes devices: {[tuple(x.shape) for x in on_cpu]} on the CPU"
     )
@@ -85,9 +96,7 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         to_simulated = torch.device(device) == SIMULATED
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    args, kwargs = tree_map(
-        lambda x: x.cpu_values if isinstance(x, SimulatedTensor) else x, (args, kwargs)
-    )
+    args, kwargs = tree_map(to_cpu, (args, kwargs))
     results = func(*args, **kwargs)
     if not to_simulated:
         return results

@@ -171,9 +171,13 @@ def score_tree(
     inputs += [codes + tokens.first[level] for level, (_, codes) in enumerate(tree)]
     bias = None
     if decoder.stack.blocks[0].has_attention:
-        length = torch.arange(len(widths), device=device)
         # (T,) number of codes of each prefix
-        length = length.repeat_interleave(torch.tensor(widths, device=device))
+        length = torch.cat(
+            [
+                torch.full((width,), level, device=device)
+                for level, width in enumerate(widths)
+            ]
+        )
         itself = torch.eye(len(length), dtype=torch.bool, device=device)
         is_ancestor = list(itself.repeat(num_users, 1, 1).split(widths, 1))
         for level, (parents, _) in enumerate(tree):
