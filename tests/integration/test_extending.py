@@ -37,12 +37,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def read_code_blocks(language: str) -> list[str]:
-    """Return the code blocks in a language of `docs/add_a_decoder.md`."""
-    page = (ROOT / "docs/add_a_decoder.md").read_text()
+    """Return the code blocks in a language of `docs/extending.md`."""
+    page = (ROOT / "docs/extending.md").read_text()
     return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
-DECODER, _, CHECK = read_code_blocks("python")
+_, DECODER, CHECK = read_code_blocks("python")
 (DECODER_YAML,) = read_code_blocks("yaml")
 
 RANKER = '''
