@@ -37,7 +37,7 @@ class UserError(Exception):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a clause of an error message that suggests the nearest valid name.
+    """Return a clause that suggests the nearest valid name, or lists the first 8.
 
     Names with the same last part, such as `lr` of `fit.lr`, are preferred.
     """

@@ -60,9 +60,13 @@ def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
         filesystem, path = fs.FileSystem.from_uri(uri)
     retries = {"s3": S3_RETRIES, "gcs": GCS_RETRIES}.get(filesystem.type_name)
     if retries:
-        settings = filesystem.__reduce__()[1][0]  # pyarrow has no copy with changes
-        filesystem = type(filesystem)(**{**settings, **retries})
+        filesystem = type(filesystem)(**{**read_settings(filesystem), **retries})
     return filesystem, path
+
+
+def read_settings(filesystem: fs.FileSystem) -> dict[str, Any]:
+    """Return the arguments that make a file system, which pyarrow has for pickling."""
+    return filesystem.__reduce__()[1][0]  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -291,7 +295,7 @@ def _open_store(uri: str, bucket: str) -> Any:
     filesystem, _ = open_uri(uri)
     if isinstance(filesystem, fs.GcsFileSystem):
         return store.GCSStore(bucket, **OBSTORE_RETRIES)
-    options = filesystem.__reduce__()[1][0]
+    options = read_settings(filesystem)
     settings: dict[str, Any] = {}
     endpoint = options["endpoint_override"]
     # An endpoint from AWS_ENDPOINT_URL has a scheme, one from a URI's query has none.
@@ -306,7 +310,7 @@ def _open_store(uri: str, bucket: str) -> Any:
     return store.S3Store(
         bucket,
         region=options["region"],
-        client_options={"allow_http": True},
+        client_options={"allow_http": True},  # of an endpoint, as in pyarrow
         **OBSTORE_RETRIES,
         **settings,
     )

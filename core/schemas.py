@@ -229,7 +229,8 @@ class RejectsInfo(TableInfo):
     stamps: dict[str, list[int]]
     """Stamps of the raw files of the events."""
     old_files: int
-    """Number of parts that the extended version has."""
+    """Number of first parts that an append took over; a later run drops the rest if a
+    killed run left them."""
 
 
 @dataclass(config=CHECKED)

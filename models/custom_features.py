@@ -134,7 +134,7 @@ class CustomInputs(Standardised, EmbeddingTables):
     missing, and the embeddings of categories.
     """
 
-    at_times: Tensor
+    optional_numbers: Tensor
     """(M,) indices of the M numbers that may be missing."""
 
     def __init__(self, features: CustomFeatures, width: int, dropout: float) -> None:
@@ -151,10 +151,12 @@ class CustomInputs(Standardised, EmbeddingTables):
             torch.tensor([number.std for number in features.numbers]),
             [number.name for number in features.numbers],
         )
-        self.count, self.dropout = len(features.numbers), dropout
-        at_times = [i for i, number in enumerate(features.numbers) if number.missing]
+        self.num_numbers, self.dropout = len(features.numbers), dropout
+        optional = [i for i, number in enumerate(features.numbers) if number.missing]
         self.register_buffer(
-            "at_times", torch.tensor(at_times, dtype=torch.long), persistent=False
+            "optional_numbers",
+            torch.tensor(optional, dtype=torch.long),
+            persistent=False,
         )
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(
@@ -163,11 +165,10 @@ class CustomInputs(Standardised, EmbeddingTables):
             for category in features.categories
         )
         self.row_names = [None if c.buckets else c.values for c in features.categories]
-        self.columns = [
-            *(number.name for number in features.numbers),
-            *(features.numbers[i].name for i in at_times),
-            *(category.name for category in features.categories for _ in range(width)),
-        ]
+        numbers = [number.name for number in features.numbers]
+        self.columns = numbers + [numbers[i] for i in optional]
+        for category in features.categories:
+            self.columns += [category.name] * width
         """(O,) name of the feature of each output column."""
 
     def forward(self, values: Tensor) -> Tensor:
@@ -179,9 +180,12 @@ class CustomInputs(Standardised, EmbeddingTables):
         Returns:
             (..., O) columns, described by `columns`.
         """
-        numbers, codes = values[..., : self.count], values[..., self.count :].long()
+        numbers, codes = (
+            values[..., : self.num_numbers],
+            values[..., self.num_numbers :].long(),
+        )
         scaled = super().forward(numbers)
-        is_present = ~torch.isnan(numbers[..., self.at_times])
+        is_present = ~torch.isnan(numbers[..., self.optional_numbers])
         parts = [torch.nan_to_num(scaled), is_present.to(scaled.dtype)]
         if self.training and self.dropout and len(self.tables):
             is_dropped = torch.rand(codes.shape, device=codes.device) < self.dropout

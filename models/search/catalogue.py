@@ -345,7 +345,11 @@ def _distinct_rows(
 def _feature_scale(
     sequences: Table[SearchInfo], num_features: int
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (F,) of features over train candidates."""
+    """Return mean and standard deviation (F,) of features over train candidates.
+
+    They are those of the first part that has any: a user's part is a hash of the id, so
+    a part is a random sample.
+    """
 
     def measure(table: pa.Table) -> Columns:
         """Measure the features of the train candidates of one part, if it has some."""

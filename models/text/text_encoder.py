@@ -313,6 +313,7 @@ def check_encoder(name: str, *options: Any) -> None:
     weights = name
     if modules.is_file():
         weights = str(modules.parent / json.loads(modules.read_text())[0]["path"])
+    # the library fills missing weights at random, this refuses them
     load_pretrained(weights, type(encoder.model[0].auto_model))
     try:
         encoder.encode(["a", "a long text " * encoder.max_tokens])

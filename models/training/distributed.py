@@ -53,11 +53,9 @@ def global_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
     world, idle = _step["workers"], _step["idle"]
     if world == 1:
         return mean * 0 if idle else mean
-    count = (
-        torch.as_tensor(0 if idle else terms, device=mean.device)
-        .detach()
-        .to(torch.float64)
-    )
+    count = torch.as_tensor(terms, device=mean.device).detach().to(torch.float64)
+    if idle:
+        count = torch.zeros_like(count)
     total = count.clone()
     dist.all_reduce(total)
     return mean * (count * world / total.clamp(min=1)).to(mean.dtype)

@@ -57,7 +57,10 @@ all items fits the log."""
 
 @dataclass
 class Comparison:
-    """Rows of the compared runs, best first by the metric on test, then on val."""
+    """Compared runs. A row is a group of runs that differ only in their seed.
+
+    Rows are sorted by the metric on test, then on val, best first.
+    """
 
     uri: str
     """Tracking URI."""
@@ -66,15 +69,15 @@ class Comparison:
     metric: str
     """Metric that sorts the rows, without its split."""
     rows: pl.DataFrame
-    """A line per row (`summarise`), with teachers of a sweep's trials at the end."""
+    """A line per group (`summarise`), with teachers of a sweep's trials at the end."""
     runs: pl.DataFrame
-    """A line per training and options of evaluations, with the number of its `row`."""
+    """A line per training and options of its evaluations, with its group in `row`."""
     params: list[str]
     """Columns in which the runs of a row are equal."""
     notes: list[str]
     """Notes on runs that were left out."""
     sweep: dict[str, Any] | None
-    """Run of the sweep whose trials are compared."""
+    """Run of the sweep whose trials are compared; None without one."""
 
     @property
     def shown(self) -> pl.DataFrame:

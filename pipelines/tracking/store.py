@@ -13,7 +13,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -135,34 +135,38 @@ def lock_path(folder: str) -> str:
 def connect(uri: str) -> MlflowClient:
     """Return a client of a store, after checking that the store can be reached.
 
-    A SQLite file is created if needed. User and password of a server are taken from
-    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD. A SQLite file may name any
-    address of artifacts, so these variables are removed from the environment.
+    A SQLite file is created if needed. A server's user and password, or token, are in
+    MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN. A SQLite file may name any address
+    of artifacts, so for it these variables are removed from the environment.
     """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
-    for name in ("mlflow", "alembic"):  # importing mlflow sets other levels
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # it logs the traceback of exceptions that it also raises
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    quieten_mlflow()
     refuse_secrets(uri, "the tracking URI")
-    file = sqlite_file(uri)
-    for name in ("USERNAME", "PASSWORD", "TOKEN") if file else ():
-        os.environ.pop(f"MLFLOW_TRACKING_{name}", None)
     try:
-        # our own lock: under MLflow's, two processes could each create some of the
-        # tables
-        with hold_lock(f"{file}.lock", "", math.inf) if file else nullcontext():
-            if file and not Path(file).exists():
-                create_store(file)
-            client = MlflowClient(uri)
-            with few_retries():
-                client.search_experiments(max_results=1)
+        if file := sqlite_file(uri):
+            for name in ("USERNAME", "PASSWORD", "TOKEN"):
+                os.environ.pop(f"MLFLOW_TRACKING_{name}", None)
+            # our own lock: under MLflow's, two processes could each create some of the
+            # tables
+            with hold_lock(f"{file}.lock", "", math.inf):
+                if not Path(file).exists():
+                    create_store(file)
+        client = MlflowClient(uri)
+        with few_retries():
+            client.search_experiments(max_results=1)
         return client
     except (MlflowException, OSError, ImportError, SQLAlchemyError) as error:
         raise UserError(f"cannot reach MLflow at {uri} ({one_line(error)})") from error
+
+
+def quieten_mlflow() -> None:
+    """Hide MLflow's notes, and tracebacks of exceptions that it also raises."""
+    for name in ("mlflow", "alembic"):  # importing mlflow sets other levels
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def create_store(file: str) -> None:

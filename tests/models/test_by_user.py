@@ -38,12 +38,14 @@ def test_means_and_counts_equal_a_loop_over_the_values(stride: int) -> None:
     assert means == pytest.approx([np.mean(expected[number]) for number in users])
 
 
-def test_the_text_identifies_the_users_and_their_counts() -> None:
+def test_the_hash_of_users_is_equal_only_for_equal_users_and_counts() -> None:
     values = PerUserValues.from_batch(torch.tensor([5, 2]), torch.tensor([0.5, 1.0]))
     other_user = PerUserValues.from_batch(torch.tensor([9]), torch.zeros(1))
     other_count = PerUserValues.from_batch(
         torch.tensor([5, 2, 2]), torch.tensor([0.5, 1.0, 1.0])
     )
+    same_users = PerUserValues.from_batch(torch.tensor([2, 5]), torch.tensor([0.1, 0]))
+    assert values.to_text()["users"] == same_users.to_text()["users"]
     assert values.to_text()["users"] != (values + other_user).to_text()["users"]
     # a mean of two values weighs twice
     assert values.to_text()["users"] != other_count.to_text()["users"]

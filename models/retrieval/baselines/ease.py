@@ -49,6 +49,9 @@ from models.retrieval.data import (
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
+TRAINING_BYTES = 12
+"""Bytes per entry of B in training: three float32 matrices at once."""
+
 
 @dataclass(config=STRICT)
 class EASEConfig(NamedConfig):
@@ -103,7 +106,7 @@ class EASE(RetrievalModel):
         """Return a message if B does not cover the whole catalogue."""
         if self.config.max_items >= catalogue.num_items:
             return []
-        gib = 12 * catalogue.num_items**2 / 2**30
+        gib = TRAINING_BYTES * catalogue.num_items**2 / 2**30
         return [
             f"EASE on the {self.config.max_items:,} most frequent of "
             f"{catalogue.num_items:,} items, other items ranked below by popularity; "

@@ -184,7 +184,8 @@ class SidMlpDecoder(Decoder):
         Args:
             config: Options of SID-MLP.
             backbone: Backbone whose states and embeddings are read.
-            width: Width of z and the embeddings; None for the backbone's D.
+            width: Width of z; None for the backbone's D. With another width, a subclass
+                projects the teacher's embeddings to it.
         """
         super().__init__(backbone, config.m)
         self.config = config

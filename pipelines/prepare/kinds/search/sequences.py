@@ -168,9 +168,13 @@ class SearchBuilder(SequenceBuilder):
 
         A search is identified by user, request id and query. If a request id has
         several queries, each is a search, and all take the time of the earliest event
-        (`earliest` is its row). So no click for one query is in another query's
-        history. Events without a request id are a search if they have the same user,
-        time and query. `first` is the row of the earliest event of a search.
+        (`earliest` is its row, `as_of` its time, `spread` an event's distance to it).
+        So no click for one query is in another query's history. Events without a
+        request id are a search if they have the same user, time and query. `first` is
+        the row of the earliest event of a search.
+
+        Raises:
+            UserError: if the events of a request id are far apart, by clock times.
         """
         row, at = pl.col("row"), pl.col("timestamp_ms")
         has_id = pl.col("request_id").cast(pl.String) != ""
