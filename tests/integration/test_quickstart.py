@@ -94,8 +94,8 @@ def test_a_simulated_log_becomes_a_table_of_models(
 @pytest.mark.parametrize(
     ("kind", "requests", "epochs"),
     [
-        ("retrieval", 12_000, [60, 16, 35, 20]),
-        ("retrieval", 160_000, [7, 3, 3, 3]),
+        ("retrieval", 12_000, [60, 40, 35, 20]),
+        ("retrieval", 160_000, [7, 6, 3, 3]),
         ("search", 12_000, [6, 6]),
         ("search", 150_000, [2, 1]),
         ("actions", 24_000, [12, 12, 12, 12]),
