@@ -76,7 +76,10 @@ def accept_code(code: Mapping[str, str], uri: str, trust: bool) -> None:
 
 
 def pickle_with_code(value: Any) -> tuple[Any, ...]:
-    """Return what `value.__reduce__` returns: the user's own code comes first."""
+    """Return what `value.__reduce__` returns: the user's own code comes first.
+
+    Ray passes it from the driver to the workers of its job.
+    """
     return _unpickle, (SOURCES, pickle.dumps((type(value), vars(value))))
 
 
