@@ -4,8 +4,9 @@
 
 The file runs as a module. The name of the class becomes `my_file.py@HASH:MyModel`, with
 the start of the hash of the file, and its key `my_file.py@HASH`. Workers get the source
-with the config; checkpoints contain it, and another process runs it only if its user
-names an equal file or trusts the checkpoint. A checkpoint cannot name a file to run.
+with the config. A checkpoint contains the files of its model, and another process runs
+them only if its user names equal files or trusts the checkpoint. A checkpoint cannot name
+a file to run.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def find_class(name: str) -> Any:
     if class_name not in vars(module):
         raise UserError(f"{key} has no class '{class_name}'")
     return vars(module)[class_name]
+
+
+def find_sources(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sources, by key, that a model's name and config name."""
+    return {key: source for key, source in SOURCES.items() if f"{key}:" in str(model)}
 
 
 def accept_code(code: Mapping[str, str], uri: str, trust: bool) -> None:

@@ -194,11 +194,12 @@ class TrainingRun:
         """
         new_examples = self.train.selection.new
         split = self.catalogue.versions["sequences"].info.split
+        model = self.model.config_to_dict(self.model.config)
         return Checkpoint(
-            model=self.model.config_to_dict(self.model.config),
+            model=model,
             fit=vars(self.fit).copy(),
             hashes=self.catalogue.hashes,
-            code=dict(own_code.SOURCES),
+            code=own_code.find_sources(model),
             learned={
                 "scales": self.catalogue.scales(),
                 "names": collect_row_names(self.model),

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Folder
 from core.schemas import Inputs
+from models.own_code import MetricName
 from models.retrieval.options import (
     RECOMMEND_OPTIONS,
     AtSpeedOptions,
@@ -54,6 +55,9 @@ class EvaluateConfig(StudentOptions, AtSpeedOptions):
     k: PositiveInt = 20
     """Number of items: per item with --nearest, and with --batch_inference of a model
     that ranks the catalogue per user or request."""
+    metric: MetricName | None = None
+    """Metric in a file of your own, such as my_file.py:MyMetric, which is measured with
+    the other metrics."""
     batch_size: PositiveInt = 256
     """Requests per batch."""
     shards: PositiveInt = 1
