@@ -5,8 +5,8 @@
 The file runs as a module. The name of the class becomes `my_file.py@HASH:MyModel`, with
 the start of the hash of the file, and its key `my_file.py@HASH`. Workers get the source
 with the config. A checkpoint contains the files of its model, and another process runs
-them only if its user names equal files or trusts the checkpoint. A checkpoint cannot name
-a file to run.
+them only if its user names equal files or trusts the checkpoint. A checkpoint cannot
+name a file to run.
 """
 
 from __future__ import annotations
