@@ -1074,8 +1074,7 @@ class Inputs:
     sids: str | None = None
     """Output folder of jobs.tokenize, for models that use semantic IDs."""
     text: str | None = None
-    """Output folder of jobs.encode, required by search models and optional for actions
-    models."""
+    """Output folder of jobs.encode, for models of search and of actions."""
 
     def __post_init__(self) -> None:
         for option, folder in self.folders().items():

@@ -280,12 +280,10 @@ def plan_models(
     runs = home / "runs"
     for run in flow.models:
         model_class = registry.find(run.model)
+        if model_class.extra_inputs.get(flow.extra) and not has_extra:
+            print(f"{run.model} is skipped: the log names no texts of items")
+            continue
         inputs = {"tables": str(home / "tables")}
-        if model_class.extra_inputs.get(flow.extra):
-            if not has_extra:
-                print(f"{run.model} is skipped: the log names no texts of items")
-                continue
-            inputs[flow.extra] = str(home / flow.extra)
         name = run.name or run.model
         epoch_s = run.ms / 1000 * requests["train"]
         epochs, fit = 1, {}
@@ -304,6 +302,9 @@ def plan_models(
             verb = "Distil"
             options["model"] = {"teacher": f"{runs}/{run.teacher}{suffix}"}
         train = build(TrainConfig, merge(files, run.options, options))
+        if has_extra and flow.extra in model_class.inputs_of(train.model):
+            inputs[flow.extra] = str(home / flow.extra)
+            train = build(TrainConfig, merge(files, run.options, options, inputs))
         seconds = STEP_S + epochs * epoch_s
         yield Step(f"{verb} {name}", "train", train_model, train, seconds)
         options = {"checkpoint": f"{runs}/{name}", **inputs, "split": "test"}

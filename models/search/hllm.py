@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import PositiveInt
@@ -187,6 +187,7 @@ class HLLM(QGS):
 
     name = "hllm"
     config_class = HLLMConfig
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"text": True}
     config: HLLMConfig
 
     def __init__(self, config: HLLMConfig, catalogue: SearchCatalogue) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of every search model: projected text vectors and scaled features.
+"""Inputs of every search model: vectors of documents and queries, scaled features.
 
 Shapes: `W` width of the encoder's text, `E` width of the reduced text, `F` features,
 `O` columns of scaled features, `...` any index shape.
@@ -15,11 +15,14 @@ from models.search.catalogue import SearchCatalogue
 
 
 class TextProjection(nn.Module):
-    """Trained projections of frozen text vectors.
+    """Trained projections of frozen text vectors; of ids if there is no text.
 
     One projection reduces documents and pairs, another one queries. The vectors of
     documents are a buffer of the module. The vectors of queries and pairs are part of a
     batch, together with the row of each use; row -1 means padding or no text.
+
+    Without text, documents and pairs have a trained vector of the document's id, and
+    queries have vectors of width 0.
     """
 
     items: Tensor
@@ -29,6 +32,12 @@ class TextProjection(nn.Module):
         super().__init__()
         vectors = catalogue.text.items
         self.register_buffer("items", vectors, persistent=False)
+        self.has_text = vectors.shape[1] > 0
+        self.document: nn.Module
+        if not self.has_text:
+            self.document = nn.Embedding(catalogue.num_items, width)
+            nn.init.normal_(self.document.weight, std=0.02)
+            return
         # entries of normalised vectors are small compared with standardised features
         self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
         self.document = nn.Linear(vectors.shape[1], width)
@@ -37,10 +46,14 @@ class TextProjection(nn.Module):
     def project_query(self, vectors: Tensor, row: Tensor) -> Tensor:
         """Return the reduced vectors (..., E) of queries, 0 at row -1.
 
+        Without text they have width 0.
+
         Args:
             vectors: (n, W) vectors of queries, or joint vectors of queries and items.
             row: (...) row of each query in `vectors`.
         """
+        if not self.has_text:
+            return self.items.new_zeros(*row.shape, 0)
         if not len(vectors):
             # part of the graph, since DDP needs gradients of all weights
             zeros = self.items.new_zeros(*row.shape, self.items.shape[1])
@@ -54,7 +67,10 @@ class TextProjection(nn.Module):
         Args:
             item: (...) items; padding gets the vector of item 0.
         """
-        return self.document(self.gain * self.items[item.clamp(min=0)])
+        item = item.clamp(min=0)
+        if not self.has_text:
+            return self.document(item)
+        return self.document(self.gain * self.items[item])
 
     def project_pair(self, item: Tensor, pairs: Tensor, row: Tensor) -> Tensor:
         """Return the reduced vectors (..., E) of pairs ([CLS] in Eq. 1 of QGS).
@@ -64,6 +80,8 @@ class TextProjection(nn.Module):
             pairs: (P, W) vectors of pairs.
             row: (...) row of each pair in `pairs`, -1 for the document alone.
         """
+        if not self.has_text:
+            return self.project_item(item)
         vectors = self.items[item.clamp(min=0)]
         if len(pairs):
             is_pair = (row >= 0)[..., None]

@@ -25,7 +25,7 @@ class SearchModel(Model):
     kind = SEARCH
     requests_class = SearchRequests
     catalogue_class = SearchCatalogue
-    extra_inputs: ClassVar[Mapping[str, bool]] = {"text": True}
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"text": False}
     ranks: ClassVar[Ranked] = "candidates"
     metrics_module: ClassVar[ModuleType] = metrics
     shown_metrics = metrics.SHOWN

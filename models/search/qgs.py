@@ -165,7 +165,8 @@ class QGS(Ranker):
         # state of requests without behaviours
         self.start = nn.Parameter(torch.zeros(config.width))
         self.encoder: nn.Module = build_encoder(config)
-        query_width = 0 if config.query_condition == "none" else config.text_width
+        reads_query = self.text.has_text and config.query_condition != "none"
+        query_width = config.text_width if reads_query else 0
         self.head = nn.Sequential(
             nn.Linear(config.width + query_width, config.width),
             nn.ReLU(),
@@ -191,7 +192,7 @@ class QGS(Ranker):
         """Load the pretrained weights that the config names into the encoder."""
         if self.config.pretrained:
             copy_pretrained(cast(CausalBert, self.encoder), self.config.pretrained)
-        return []
+        return super().prepare_training(catalogue, datasets)
 
     def embed_documents(self, item: Tensor) -> Tensor:
         """Return the reduced vectors (..., E) of documents.

@@ -9,8 +9,9 @@ Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` g
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
@@ -164,7 +165,8 @@ class Ranker(SearchModel):
             len(self.labels),
         )
         self.reads_position = self.shown_at.reads
-        raw = len(self.scale.columns) + 2 * config.text_width
+        text_sizes = [config.text_width] * (2 if self.text.has_text else 1)
+        raw = len(self.scale.columns) + sum(text_sizes)
         self.dnn = nn.Sequential(
             nn.Linear(raw, config.dnn_width),
             nn.ReLU(),
@@ -181,10 +183,8 @@ class Ranker(SearchModel):
         self.register_buffer("by_group", by_group, persistent=False)
         self.groups = None
         if config.group_attention:
-            self.groups = HFGAttention(
-                [*self.group_sizes, *[config.text_width] * 2],
-                config.dnn_width,
-            )
+            sizes = [*self.group_sizes, *text_sizes]
+            self.groups = HFGAttention(sizes, config.dnn_width)
         fused_width = config.text_width + config.dnn_width + sequence_width
         fused_width += GROUP_OUTPUT if config.group_attention else 0
         self.norm = nn.LayerNorm(fused_width)
@@ -205,6 +205,14 @@ class Ranker(SearchModel):
             window_overlap=self.config.window_overlap,
             batch_unit=self.config.batch_unit,
         )
+
+    def prepare_training(
+        self, catalogue: Any, datasets: Mapping[str, Any]
+    ) -> list[str]:
+        """Return the line that says what the model reads in place of text."""
+        if self.text.has_text:
+            return []
+        return ["without text: items have vectors of their ids, queries have none"]
 
     def rank(
         self,
@@ -234,13 +242,15 @@ class Ranker(SearchModel):
         if self.groups is not None:
             groups = [
                 *features.index_select(1, self.by_group).split(self.group_sizes, 1),
-                query_embedding,
                 document,
             ]
+            if self.text.has_text:
+                groups.insert(-1, query_embedding)
             group_mask = torch.ones(
                 len(request), len(groups), dtype=torch.bool, device=request.device
             )
-            group_mask[:, -2] = batch.request_query[request] != NO_QUERY
+            if self.text.has_text:
+                group_mask[:, -2] = batch.request_query[request] != NO_QUERY
             parts.insert(0, self.groups(groups, group_mask, shared))
         if sequence is not None:
             parts.append(sequence)

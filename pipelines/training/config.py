@@ -97,8 +97,8 @@ class TrainConfig:
     sids: str | None = None
     """Output folder of jobs.tokenize, for models that use semantic IDs."""
     text: str | None = None
-    """Output folder of jobs.encode, required by search models and optional for actions
-    models."""
+    """Output folder of jobs.encode, required by HLLM and optional for other models of
+    search and of actions."""
     storage: Folder
     """Folder for all runs: their checkpoints, and MLflow's SQLite store unless
     tracking_uri is given."""

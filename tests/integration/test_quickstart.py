@@ -118,7 +118,7 @@ def test_epochs_follow_from_the_number_of_requests(
     assert sum(step.seconds for step in steps) < 720
 
 
-def test_searches_without_texts_are_ranked_by_models_that_need_none(
+def test_searches_without_texts_are_ranked_by_ids_and_features(
     ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -137,12 +137,14 @@ def test_searches_without_texts_are_ranked_by_models_that_need_none(
     )
     data = str(tmp_path / "visits")
 
-    config = QuickstartConfig(data=data, source=str(source), output=str(tmp_path))
+    config = QuickstartConfig(
+        data=data, source=str(source), output=str(tmp_path), epochs=1
+    )
     run_quickstart(config)
 
     output = capsys.readouterr().out
-    assert "qgs is skipped" in output
-    assert "[3/3] Compare" in output
+    assert "[5/5] Compare" in output
+    assert "without text: items have vectors of their ids" in output
     assert (tmp_path / "visits/compare.html").is_file()
 
 
