@@ -1006,6 +1006,8 @@ class Verdict:
     verdict: str
     shown_order: str
     """Difference to the shown order; "" if the log has none."""
+    baseline_model: str = ""
+    """Name of the baseline in the registry."""
 
 
 @dataclass(config=CHECKED, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -32,6 +32,7 @@ from models.evaluation import add_sums, measure_examples
 from models.loaded_model import load_catalogue
 from models.metrics.metric import lower_is_better
 from models.model import Model
+from models.retrieval.popular import encode_counts
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from models.training.fit_config import FitConfig
@@ -186,6 +187,15 @@ class TrainingRun:
         val = (self.val.collate(batch).to(self.device) for batch in rows)
         model.fit_in_one_pass(train, val)
 
+    @cached_property
+    def popularity(self) -> dict[str, str]:
+        """The counts of the training behaviours by item, if the model ranks them."""
+        if self.model.ranks != "catalogue":
+            return {}
+        train: Any = self.model.load_examples(self.catalogue, "train", "behaviour")
+        targets, num_items = train.examples.targets, self.catalogue.num_items
+        return {"popularity": encode_counts(targets, num_items)}
+
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """Describe a checkpoint of this run.
 
@@ -205,6 +215,7 @@ class TrainingRun:
                 "names": collect_row_names(self.model),
                 "until": split.val_start_ms or None,
                 "since": new_examples.since if new_examples else 0,
+                **self.popularity,
             },
             **fields,
         )

@@ -84,10 +84,8 @@ class DailyConfig:
     better."""
     register: ModelName | None = None
     """Name in MLflow's model registry under which accepted models are registered; by
-    default they are not registered."""
-    register_below_baseline: bool = False
-    """Also register an accepted model whose metric is below that of the best model
-    without training."""
+    default they are not registered. The best baseline is registered in place of a model
+    that is below it."""
 
 
 def process_day(config: DailyConfig) -> DayRecord:
@@ -318,6 +316,7 @@ def judge(
     """
     from pipelines import tracking
     from pipelines.comparison.verdicts import BELOW, describe_verdict
+    from pipelines.evaluation.baselines import build_fit
     from pipelines.serving.registered_model import register
 
     before, after = day.before or {}, day.after or {}
@@ -348,13 +347,17 @@ def judge(
             reason = "no metric of max_drop has a value"
         print(f"not accepted: {reason}; the running model stays")
         return False
-    is_below = bool(verdicts) and verdicts[0].verdict == BELOW
-    if config.register and is_below and not config.register_below_baseline:
-        print(
-            f"not registered: the model is below {verdicts[0].baseline}; "
-            f"register_below_baseline: true registers such models from the next day on"
+    if config.register and verdicts and verdicts[0].verdict == BELOW:
+        name = verdicts[0].baseline_model
+        print(f"the model is below {verdicts[0].baseline}, registered in its place")
+        baseline = replace(
+            config.train,
+            model=registry.build_model_config({"name": name}),
+            fit=build_fit(name, metric=metric),
+            name=f"{day.name}-{name}",
         )
-    elif config.register:
+        run = run_step("train", train_model, baseline).run
+    if config.register:
         version = register(run, config.register, metric)
         print(f"registered: version {version.version} of {config.register}")
     return True

@@ -341,6 +341,9 @@ def measure_checkpoint(config: EvaluateConfig) -> Result:
         print(f"warning: no better than without a model ({chance_level})")
     if model_class.ranks == "catalogue":
         skipped = f"{pluralize(result.skipped, 'request')} without history left out"
+        if result.without_history:
+            values = [f"{n} {v:.4f}" for n, v in result.without_history.items()]
+            skipped += f", where popularity reaches {', '.join(values)}"
         print(
             f"  {result.requests_per_s:,.0f} requests/s on {result.device}; {skipped}"
         )

@@ -49,7 +49,7 @@ class TrainedModel:
         with TemporaryDirectory() as folder:
             if inputs.text:
                 write_encoder(inputs, Path(folder))
-            self.served.use_model(self.model, self.loaded.catalogue, folder, settings)
+            self.served.use_model(self.loaded, folder, settings)
         self.item_ids: list[str] = self.served.requests.items
         """Ids of the items, in the order of `item_index`."""
 
@@ -69,7 +69,8 @@ class TrainedModel:
             unseen: Whether to leave out the items of the history.
 
         Returns:
-            `item_id` and `score`, best first.
+            `item_id` and `score`, best first. Without a known item in the history, they
+            are the most popular items, with their numbers of training behaviours.
         """
         options = {} if allowed is None else {"allowed": self.select_known(allowed)}
         history = self.select_known(item_ids)

@@ -75,7 +75,7 @@ class Checkpoint:
     """Points that MLflow has not taken yet: metric, value, time in ms and step."""
     learned: dict[str, Any] = field(default_factory=dict)
     """Values other than weights that were learned from the tables
-    (`models/warm_start.py`)."""
+    (`models/warm_start.py`, `models/retrieval/popular.py`)."""
     code: dict[str, str] = field(default_factory=dict)
     """Sources of the user's own files that trained the model (`models/registry.py`)."""
     files: dict[str, int] = field(default_factory=dict)

@@ -364,6 +364,7 @@ def judge_result(result: Result, baselines: list[Baseline], metric: str) -> Verd
         users=len(counts),
         verdict=judge_difference(low, high, MIN_USERS, metric, VERDICTS),
         shown_order=shown_order,
+        baseline_model=best.model,
     )
 
 

@@ -30,14 +30,22 @@ BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
 class Baseline:
     """Metrics of one model without training."""
 
+    model: str
+    """Name of the model in the registry."""
     name: str
-    """Name of the model in the registry, or the column by which it ranks."""
+    """The column by which the model ranks, or its name in the registry."""
     metrics: dict[str, float]
     """Metrics on the split, by name."""
     by_user: dict[str, dict[str, str]]
     """Metrics per user, as in the result of an evaluation."""
     is_shown_order: bool = False
     """Whether it is the order that the log showed, which no model has to exceed."""
+
+
+def build_fit(name: str, **options: Any) -> FitConfig:
+    """Return the options with which a baseline counts in one pass."""
+    batch_size = BATCH_SIZES[registry.find(name).example_unit]
+    return FitConfig(batch_size=batch_size, **options)
 
 
 def measure_baselines(
@@ -57,7 +65,7 @@ def measure_baselines(
     """
     baselines: list[list[Baseline]] = [[] for _ in rankings]
     for name in registry.find_baselines(registry.find(model).kind.name):
-        fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
+        fit = build_fit(name)
         config = registry.find(name).config_class(name=name)
         config = resolve_config(config, inputs)
         run = TrainingRun.build(config, fit, inputs)
@@ -75,10 +83,13 @@ def measure_baselines(
                 options={**options, "by_user": stride},
             ).sums
             by_user = pop_per_user(sums)
-            label = baseline.ranks_by or name
             ranking_baselines.append(
                 Baseline(
-                    label, baseline.metric_means(sums), by_user, baseline.is_diagnostic
+                    name,
+                    baseline.ranks_by or name,
+                    baseline.metric_means(sums),
+                    by_user,
+                    baseline.is_diagnostic,
                 )
             )
     return baselines

@@ -26,6 +26,7 @@ from models.loaded_model import LoadedModel
 from models.metrics.metric import TOP, CatalogueMetric, find_metrics
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.metrics import exposure
+from models.retrieval.popular import load_counts, sum_popularity
 from models.retrieval.recommend import required_history
 from pipelines.evaluation.checks import (
     CheckedEvaluation,
@@ -71,14 +72,15 @@ def evaluate(
         measured = ray.get(shards)
     else:
         measured = [measure_shard(*task, 0)]
-    sums: dict[str, Any] = add_sums(shard for shard, _, _ in measured)
-    counts = add_sums(shard for _, shard, _ in measured)
+    sums: dict[str, Any] = add_sums(shard for shard, _, _, _ in measured)
+    counts = add_sums(shard for _, shard, _, _ in measured)
+    popular = add_sums(shard for _, _, shard, _ in measured)
     split = config.split or "test"
     if not counts["requests"]:
         raise UserError(
             f"the split '{split}' of {config.tables} has no request with a history"
         )
-    device = measured[0][2]
+    device = measured[0][-1]
     if config.shards > 1:
         device = f"{config.shards} x {device}"
     saved = checked.checkpoint
@@ -95,6 +97,11 @@ def evaluate(
         examples=int(metrics.get("requests") or counts["requests"]),
         users=int(counts["users"]),
         skipped=int(counts["skipped"]),
+        without_history={
+            name: popular[name] / counts["skipped"]
+            for name in popular
+            if counts["skipped"]
+        },
         metrics=metrics,
         requests_per_s=counts["requests_per_s"],
         seconds=time.monotonic() - began,
@@ -113,13 +120,14 @@ def evaluate(
 
 def measure_shard(
     checked: CheckedEvaluation, config: EvaluateConfig, in_ray: bool, rank: int
-) -> tuple[dict[str, Any], dict[str, float], str]:
+) -> tuple[dict[str, Any], dict[str, float], dict[str, float], str]:
     """Measure the users of one shard, given its number from 0.
 
     Returns:
         Sums from which the metrics are computed; numbers of ranked `requests`, of
         requests without a history (`skipped`), of `users`, and of requests per second
-        of `recommend` or `score`; and the name of the GPU, or `cpu` with the threads.
+        of `recommend` or `score`; sums of metrics of the most popular items over the
+        requests without a history; and the name of the GPU, or `cpu` with the threads.
     """
     if in_ray:
         torch.set_num_threads(1)
@@ -145,14 +153,25 @@ def measure_shard(
     if len(examples):  # one batch without its result, so that timings are steady
         measure(limit=min(config.batch_size, len(examples)), options=options)
     exposed: dict[str, torch.Tensor] = {}  # (N,) counts of items
+    popular: dict[str, float] = {}
     if loaded.model.ranks == "catalogue":
         num_items = loaded.catalogue.num_items
-        train = loaded.model.load_examples(
-            loaded.catalogue, "train", "behaviour", rank=rank, world=config.shards
+
+        def load_behaviours(split: str) -> Any:
+            behaviours = loaded.model.load_examples(
+                loaded.catalogue, split, "behaviour", rank=rank, world=config.shards
+            )
+            return behaviours.examples.take(behaviours.evaluation_rows())
+
+        counts_of_items = np.bincount(
+            load_behaviours("train").targets, minlength=num_items
         )
-        trained: Any = train.examples.take(train.evaluation_rows())
-        counts_of_items = np.bincount(trained.targets, minlength=num_items)
         exposed[TRAINED] = torch.from_numpy(counts_of_items)
+        requests = load_behaviours(config.split or "test")
+        popular = sum_popularity(
+            load_counts(loaded.checkpoint, num_items),
+            requests.targets[requests.end == 0],
+        )
         options["shown"] = torch.zeros(num_items, dtype=torch.long, device=device)
     measured = measure(options=options)
     if exposed:
@@ -167,4 +186,4 @@ def measure_shard(
     name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
-    return {**measured.sums, **exposed}, counts, name
+    return {**measured.sums, **exposed}, counts, popular, name

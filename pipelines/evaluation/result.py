@@ -44,6 +44,8 @@ class Result:
     """Number of users with a ranked request."""
     skipped: int
     """Number of requests without a history, which are not ranked."""
+    without_history: dict[str, float]
+    """Metrics of the most popular items on these requests; empty if there are none."""
     metrics: dict[str, float]
     """Metrics by name, such as `recall@10`."""
     requests_per_s: float

@@ -23,7 +23,6 @@ import math
 import os
 import pkgutil
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -63,11 +62,13 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
 from core.errors import UserError, pluralize
 from core.schemas import Inputs
 from models import own_code, registry
-from models.loaded_model import load_model
+from models.loaded_model import LoadedModel, load_model
 from models.metrics.scores import check_finite
 from models.requests import CONTRACT, MAX_ROWS
+from models.retrieval.popular import load_counts
 from models.retrieval.recommend import required_history
 from models.retrieval.requests import EVERY
+from models.retrieval.search.topk import top_k
 from models.training import checkpoint
 
 MAX_CACHED_SETS = 64
@@ -83,7 +84,7 @@ MAX_BATCH_REQUESTS = 256
 MAX_BATCH_ENTRIES = 2**17
 """Largest number of entries of a padded batch with several requests."""
 
-ANSWER_FIELDS = ["item_id", "score", "unknown_items", "note"]
+ANSWER_FIELDS = ["item_id", "score", "unknown_items", "note", "fallback"]
 """Fields of an answer; models that rank candidates give the first two."""
 
 Ranking = tuple[list[str], list[float]]
@@ -152,19 +153,23 @@ class ServedModel(PythonModel):
         catalogue = model_class.catalogue_class.load(
             Inputs(**inputs), saved.learned.get("scales"), manifest_only=True
         )
-        model = load_model(f"{folder}/checkpoint", catalogue)[0]
-        self.use_model(model, catalogue, folder, settings)
+        model, metadata = load_model(f"{folder}/checkpoint", catalogue)
+        self.use_model(LoadedModel(metadata, model, catalogue), folder, settings)
 
-    def use_model(self, model: Any, catalogue: Any, folder: str, settings: Any) -> None:
+    def use_model(self, loaded: LoadedModel, folder: str, settings: Any) -> None:
         """Answer with a model on its catalogue; `folder` may have a text encoder."""
+        model, catalogue = loaded.model, loaded.catalogue
         self.device = settings.device
         self.model = model.to(self.device)
         self.requests = model.requests_class(folder, model, catalogue, settings)
+        num_items = len(self.requests.items)
+        self.popularity = load_counts(loaded.checkpoint, num_items)
+        self.every_item = torch.ones(num_items, dtype=torch.bool)
         self.ranks_catalogue = model.ranks == "catalogue"
         self.fields = ANSWER_FIELDS if self.ranks_catalogue else ANSWER_FIELDS[:2]
-        # encoded set and its number of items, by hash of the ids
-        self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, int]] = LRUCache(
-            MAX_CACHED_SETS
+        # encoded set and its mask (N,), by hash of the ids
+        self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, torch.Tensor]] = (
+            LRUCache(MAX_CACHED_SETS)
         )
         self.lock = Lock()  # guards allowed_sets
         rows = Annotated[
@@ -229,16 +234,17 @@ class ServedModel(PythonModel):
 
         Returns:
             The rankings; `unknown_items`, the number of history entries that the
-            catalogue does not have and that are skipped; and `note`, the reason if
-            there are fewer than `k` items. A history without known items gets an empty
-            ranking.
+            catalogue does not have and that are skipped; `note`, the reason if there
+            are fewer than `k` items; and `fallback`, which is `popularity` if the
+            history has no known item. The ranking then has the allowed items with the
+            most training behaviours, whose number is the score.
         """
         k, unseen = options.k, options.unseen
         if k * len(requests) > MAX_ANSWER_ITEMS:
             raise UserError(
                 f"{len(requests)} rows of {k} items are over {MAX_ANSWER_ITEMS} in all"
             )
-        allowed, num_allowed = self.encode_allowed(options.allowed)
+        allowed, mask = self.encode_allowed(options.allowed)
         ids = self.requests.items
         known = [len(self.requests.find_items(request.history)) for request in requests]
         latest = required_history(self.model.config.max_history, {"unseen": unseen})
@@ -257,23 +263,25 @@ class ServedModel(PythonModel):
             return rankings
 
         rankings = rank_by_length(requests, [min(n, latest) for n in known], rank)
+        popular: Ranking = ([], [])
+        if not all(known):
+            counts = self.popularity.masked_fill(~mask, -torch.inf)[None]
+            best, values = top_k(counts, min(k, int(mask.sum())))
+            popular = ([ids[item] for item in best[0].tolist()], values[0].tolist())
         answers = []
         for (items, scores), request, count in zip(
             rankings, requests, known, strict=True
         ):
+            fallback = ""
+            if not count:
+                items, scores = popular
+                fallback = "popularity"
             note = ""
             if len(items) < k:
-                reason = "no item of the history is in the catalogue"
-                if count:
-                    reason = self.explain_short(k, num_allowed, unseen)
+                reason = self.explain_short(k, int(mask.sum()), unseen)
                 note = f"{len(items):,} of {k:,} items: {reason}"
-            answers.append((items, scores, len(request.history) - count, note))
-            if request.history and not count:
-                warnings.warn(
-                    "a history has no item of the catalogue, so its ranking is empty; "
-                    "unknown_items counts them by row",
-                    stacklevel=2,
-                )
+            unknown = len(request.history) - count
+            answers.append((items, scores, unknown, note, fallback))
         return answers
 
     def explain_short(self, k: int, num_allowed: int, unseen: bool) -> str:
@@ -288,13 +296,15 @@ class ServedModel(PythonModel):
             reason += ", and the items of the history are left out"
         return reason
 
-    def encode_allowed(self, ids: list[str]) -> tuple[torch.Tensor | None, int]:
-        """Return the encoded set of item ids from the cache, and its number of items.
+    def encode_allowed(
+        self, ids: list[str]
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the encoded set of item ids from the cache, and its mask (N,).
 
         The set is None if all items are allowed.
         """
         if ids == EVERY:
-            return None, len(self.requests.items)
+            return None, self.every_item
         key = hashlib.sha256(json.dumps(ids).encode()).digest()
         with self.lock:
             if key not in self.allowed_sets:
@@ -306,7 +316,7 @@ class ServedModel(PythonModel):
                         "catalogue"
                     )
                 encoded = self.model.encode_allowed(items.to(self.device))
-                self.allowed_sets[key] = encoded, int(items.sum())
+                self.allowed_sets[key] = encoded, items
             return self.allowed_sets[key]
 
     def rank_candidates(self, requests: Sequence[Any], options: Any) -> list[Ranking]:

@@ -55,7 +55,6 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "continue_training": {"fit": {"replay_fraction": 0.2, "max_epochs": 1}},
         "max_drop": {"recall@10": 1.0},
         "register": "simulated",
-        "register_below_baseline": True,
     }
     (folder / "daily.yaml").write_text(yaml.safe_dump(content | changes))
     return folder / "daily.yaml"
@@ -171,7 +170,7 @@ def test_a_worse_model_does_not_replace_the_running_one(
 
 
 @pytest.mark.exhaustive
-def test_a_model_below_the_untrained_baselines_is_not_registered(
+def test_the_best_baseline_is_registered_in_place_of_a_model_below_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A learning rate of nearly 0 leaves SASRec random."""
@@ -181,20 +180,20 @@ def test_a_model_below_the_untrained_baselines_is_not_registered(
         "config": f"{CONFIGS}/sasrec.yaml",
         "fit": {"max_epochs": 1, "lr": 1e-9},
     }
-    config = write_config(
-        tmp_path, train=untrained, tokenize={}, register_below_baseline=False
-    )
+    config = write_config(tmp_path, train=untrained, tokenize={})
 
     run_daily(config)
 
     output = capsys.readouterr().out
     assert "known items left out: ndcg@10" in output
-    assert "not registered: the model is below" in output
     (day,) = read_days(tmp_path)
     assert day["accepted"]
     assert [verdict["verdict"] for verdict in day["baselines"]] == [BELOW, BELOW]
     client = tracking.connect(f"sqlite:///{tmp_path}/out/runs/mlflow.db")
-    assert not find_versions(client, "simulated")
+    (version,) = find_versions(client, "simulated")
+    best = day["baselines"][0]["baseline_model"]
+    assert f"the model is below {best}" in output
+    assert version.tags["model"] == best
 
 
 def test_wrong_options_of_a_step_are_refused_before_any_work(tmp_path: Path) -> None:

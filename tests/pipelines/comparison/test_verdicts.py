@@ -197,7 +197,7 @@ def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:
     """Otherwise jobs.daily would register models that are below the baseline."""
     low, high = pack_values([0.1, 0.2] * 50), pack_values([0.4, 0.6] * 50)
     result = to_result({"ndcg@10": 0.15}, {"ndcg@10": low}, 100)
-    baselines = [Baseline("ease", {"ndcg@10": 0.5}, {"ndcg@10": high})]
+    baselines = [Baseline("ease", "ease", {"ndcg@10": 0.5}, {"ndcg@10": high})]
     assert judge_result(result, baselines, "ndcg@10").verdict == BELOW
 
 
@@ -207,8 +207,8 @@ def test_a_search_model_is_judged_by_its_baseline_on_the_same_users() -> None:
 
     result = to_result({"gauc": 0.8}, pack(0.8, 0.8), NUM_USERS)
     baselines = [
-        Baseline("pair_ctr", {"gauc": 0.6}, pack(0.5, 0.7)),
-        Baseline("shown_order", {"gauc": 0.9}, pack(0.9, 0.9), True),
+        Baseline("pair_ctr", "pair_ctr", {"gauc": 0.6}, pack(0.5, 0.7)),
+        Baseline("shown_order", "shown_order", {"gauc": 0.9}, pack(0.9, 0.9), True),
     ]
 
     line, shown = describe_verdict(judge_result(result, baselines, "gauc")).splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.result import load_test_metrics, record_result
 from tests.fixtures.commands import load_split, read_column, read_rows, read_table
-from tests.fixtures.training_tables import write_tables
+from tests.fixtures.training_tables import change_sequences, write_tables
 from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
@@ -169,6 +170,37 @@ def count_training_targets(evaluation: Evaluation) -> Counter[int]:
             if request["split"] == "train":
                 counts[request["candidates"][0]] += 1
     return counts
+
+
+def test_requests_without_a_history_are_measured_by_popularity(
+    evaluation: Evaluation, ray_local: None, tmp_path: Path
+) -> None:
+    def forget(user: dict[str, Any]) -> dict[str, Any]:
+        """Leave every third user's test request without a history."""
+        if int(user["user_id"][-4:]) % 3 == 0:
+            user["requests"][-1]["history_end"] = 0
+        return user
+
+    tables = shutil.copytree(evaluation.tables, tmp_path / "tables")
+    change_sequences(str(tables), forget)
+    counts = count_training_targets(evaluation)
+    popular = sorted(range(24), key=lambda item: (-counts[item], item))[:10]
+    gains = []
+    for user in read_rows(tables, "sequences")[::3]:
+        (target,) = user["requests"][-1]["candidates"]
+        rank = popular.index(target) if target in popular else math.inf
+        gains.append(1 / math.log2(rank + 2))
+
+    config = replace(evaluation.config("sasrec-1"), tables=str(tables))
+    for shards in (1, 2):
+        result, _ = evaluate(replace(config, shards=shards))
+
+        assert result.skipped == len(gains) == 20
+        assert result.examples == 40
+        recall = sum(gain > 0 for gain in gains) / 20
+        expected = {"recall@10": recall, "ndcg@10": sum(gains) / 20}
+        assert result.without_history == pytest.approx(expected)
+        assert 0 < recall < 1
 
 
 def test_evaluation_in_shards_equals_the_whole(

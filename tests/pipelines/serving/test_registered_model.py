@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from models.training import checkpoint
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
+from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.served_models import save_tiger_run
 from tests.fixtures.training_tables import write_tables
 
@@ -140,23 +142,37 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
         frame = pd.DataFrame({"history": list(histories)})
         return model.predict(frame, params={"k": 3})
 
-    requests = [
-        (["item-001", "new"], ["new", "newer"], [], ["item-001"]),
-        (["new"],),
-    ]
-    with pytest.warns(
-        UserWarning,
-        match="a history has no item of the catalogue, so its ranking is empty",
-    ):
-        answers, _ = [predict(*request) for request in requests]
+    answers = predict(["item-001", "new"], ["new", "newer"], [], ["item-001"])
     assert answers["unknown_items"].tolist() == [1, 2, 0, 0]
-    assert [len(items) for items in answers["item_id"]] == [3, 0, 0, 3]
     assert answers["item_id"][0] == answers["item_id"][3]
 
     index = model.unwrap_python_model().requests.index
     index["17"] = index["item-001"]  # as in a catalogue whose ids are digits
     for history in ([17], [np.int64(17)], ["17"]):
         assert predict(history)["item_id"][0] == answers["item_id"][3]
+
+
+def test_visitors_without_a_known_item_get_the_most_popular_allowed_items(
+    folder: Path,
+) -> None:
+    model = load_first_trial(folder, "popular")
+    counts: Counter[str] = Counter()
+    for user in read_rows(folder / "small/tables", "sequences"):
+        for request in user["requests"]:
+            if request["split"] == "train":
+                counts[f"item-{request['candidates'][0]:03d}"] += 1
+    items = read_column(folder / "small/tables", "items", "item_id")
+    histories = [["item-001"], [], ["new"]]
+    frame = pd.DataFrame({"history": histories})
+
+    for allowed in (items, items[5:12], ["item-023"]):
+        for params in ({}, {"unseen": True}):
+            params = {**params, "k": 10, "allowed": allowed}
+            answers = model.predict(frame, params=params)
+            popular = sorted(allowed, key=lambda item: (-counts[item], item))[:10]
+            assert answers["fallback"].tolist() == ["", "popularity", "popularity"]
+            assert answers["item_id"][1] == answers["item_id"][2] == popular
+            assert answers["score"][1] == [counts[item] for item in popular]
 
 
 def test_rankings_are_restricted_to_allowed_and_unseen_items(folder: Path) -> None:
