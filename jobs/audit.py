@@ -8,15 +8,26 @@ offenders, and exits with code 1 on any violation.
 
 from __future__ import annotations
 
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT, Folder
 from jobs import cli
-from pipelines.steps import AuditConfig, audit_tables
-
-Config = AuditConfig
 
 
-def run(config: AuditConfig) -> None:
+@dataclass(config=STRICT)
+class Config:
+    """Options of the audit."""
+
+    tables: Folder
+    """TABLES: folder or URI with the tables `events`, `items` and `sequences`."""
+
+
+def run(config: Config) -> None:
     """Run the audit, and name the next commands."""
-    audit_tables(config)
+    cli.say_loading("polars")
+    from pipelines.prepare.audit.rules import audit_tables
+
+    audit_tables(config.tables)
     print("next: python -m jobs.tokenize, jobs.encode or jobs.train --help")
 
 

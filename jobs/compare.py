@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from jobs import cli
 from pipelines.comparison.config import CompareConfig
-from pipelines.steps import compare_runs
 
 Config = CompareConfig
 
@@ -22,6 +21,8 @@ Config = CompareConfig
 def run(config: CompareConfig) -> None:
     """Print the tables, write the requested files, and register the best run."""
     cli.say_loading("mlflow")
+    from pipelines.comparison.page import compare_runs
+
     compare_runs(config)
 
 

@@ -13,11 +13,11 @@ continues a stopped run after its last finished step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
 from core.files import absolute, join
-from core.options import build, check_keys, find_section, merge, read_configs
+from core.options import build, merge, read_configs
 from jobs import cli
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def build_config(content: dict[str, Any]) -> DailyConfig:
     from pipelines.daily import DailyConfig
     from pipelines.prepare.options import build_options
 
-    check_keys(DailyConfig, dict.fromkeys(content))
     output = absolute(str(content.get("output", "")))
     tables, runs = join(output, "tables"), join(output, "runs")
     folders = {"tables": tables}
@@ -55,23 +54,18 @@ def build_config(content: dict[str, Any]) -> DailyConfig:
         "train": training,
         "continue_training": {**training, "init": runs},
     }
-    options, hints = dict(content), get_type_hints(DailyConfig)
-    train: dict[str, Any] = {}
-    for name, values in fixed.items():
-        given = options.pop(name, None) or {}
-        section = merge(read_section(name, given, values), values)
-        if name == "train":
-            train = section
-        if name == "continue_training" and train:
-            section = merge(train, section)
-        elif not given:
-            continue
-        prefix = f"{name}."
-        if name == "prepare":
-            options[name] = build_options(section, prefix)
-        else:
-            options[name] = build(find_section(hints[name]), section, prefix)
-    return build(DailyConfig, options)
+    sections = {
+        name: merge(read_section(name, content[name], values), values)
+        for name, values in fixed.items()
+        if content.get(name)
+    }
+    content = {key: value for key, value in content.items() if key not in fixed}
+    if "train" in sections:
+        later = sections.get("continue_training", fixed["continue_training"])
+        sections["continue_training"] = merge(sections["train"], later)
+    if "prepare" in sections:
+        content["prepare"] = build_options(sections.pop("prepare"), "prepare.")
+    return build(DailyConfig, {**content, **sections})
 
 
 def read_section(name: str, given: Any, fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,9 +80,7 @@ def read_section(name: str, given: Any, fixed: Mapping[str, Any]) -> dict[str, A
         raise UserError(f"{name} is {given!r:.200}; it must be a mapping of options")
     others = dict(given)
     config = others.pop("config", [])
-    files = [config] if isinstance(config, str) else config
-    if not isinstance(files, list):
-        raise UserError(f"{name}.config is {config!r:.200}; it must be a file or list")
+    files = config if isinstance(config, list) else [str(config)]
     options = merge(read_configs(files), others)
     for key in fixed:
         if key in options:

@@ -15,7 +15,6 @@ from core.schemas import SequencesInfo
 from core.tables import open_table
 from jobs import cli
 from pipelines.encode.config import EncodeConfig
-from pipelines.steps import encode_texts
 
 Config = EncodeConfig
 
@@ -23,10 +22,11 @@ Config = EncodeConfig
 def run(config: EncodeConfig) -> None:
     """Encode the texts, and print the next command."""
     cli.say_loading("ray")
+    from pipelines.encode.texts import encode_log
     from pipelines.prepare.kinds.registry import KINDS
 
     cli.preflight(config)
-    encode_texts(config)
+    encode_log(config)
     sequences = open_table(join(config.tables, "sequences"), SequencesInfo)
     kind = sequences.info.kind
     model = KINDS[kind].first_model

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from core.errors import pluralize
 from jobs import cli
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.steps import measure_checkpoint
 
 if TYPE_CHECKING:
     from pipelines.evaluation.result import Result
@@ -34,6 +33,8 @@ def run(config: EvaluateConfig) -> Result | None:
         The metrics, or None if a file or table is written instead.
     """
     cli.say_loading("torch", "ray", "mlflow")
+    from pipelines.evaluation.ranking import measure_checkpoint
+
     cli.preflight(config)
     if config.batch_inference:
         write_inference(config)

@@ -23,10 +23,10 @@ from core.errors import UserError
 from core.files import open_uri, write_file
 from core.options import STRICT, Folder, build
 from jobs import cli
-from pipelines.steps import make_tables
 
 if TYPE_CHECKING:
     from pipelines.prepare.options import PrepareOptions
+    from pipelines.prepare.prepare import Prepared
 
 
 def __getattr__(name: str) -> Any:
@@ -62,19 +62,17 @@ def build_config(content: dict[str, Any]) -> PrepareOptions | Suggestion:
     return build_options(content)
 
 
-def run(options: PrepareOptions) -> dict[str, Any]:
-    """Make the tables, and print the next command.
+def run(options: PrepareOptions) -> Prepared | None:
+    """Make the tables, and print the next command; with `--dry_run`, the first rows."""
+    from pipelines.prepare.prepare import make_tables
 
-    Returns:
-        The content of statistics.json; empty after `--dry_run`.
-    """
     cli.preflight(options)
     if options.dry_run:
         print_first_rows(options)
-        return {}
-    statistics = make_tables(options)
+        return None
+    prepared = make_tables(options)
     print(f"next: {cli.command_line('jobs.audit', tables=options.output)}")
-    return statistics
+    return prepared
 
 
 def print_first_rows(options: PrepareOptions) -> None:

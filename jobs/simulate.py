@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli
-from pipelines.steps import simulate_log
 
 if TYPE_CHECKING:
     from pipelines.prepare.options import SimulateOptions
@@ -33,6 +32,7 @@ def __getattr__(name: str) -> Any:
 def run(options: SimulateOptions) -> None:
     """Write the log, and print the next command."""
     from pipelines.prepare.kinds.registry import KINDS
+    from pipelines.prepare.simulate import simulate_log
 
     simulate_log(options)
     source = f"jobs/configs/sources/{KINDS[options.kind].simulated_source}.yaml"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from jobs import cli
 from pipelines.encode.config import TokenizeConfig
-from pipelines.steps import make_sids
 
 Config = TokenizeConfig
 
@@ -28,6 +27,8 @@ SMALL_CATALOGUE = 1000
 def run(config: TokenizeConfig) -> None:
     """Make semantic IDs, and print the next command."""
     cli.say_loading("torch", "ray")
+    from pipelines.encode.extend import make_sids
+
     cli.preflight(config)
     sids = make_sids(config)
     tiger = "tiger_small" if sids.rows < SMALL_CATALOGUE else "tiger"

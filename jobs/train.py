@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jobs import cli
-from pipelines.steps import train_model
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -29,9 +28,10 @@ def run(config: TrainConfig) -> TrainingResult:
     """Train a model, and print the next command."""
     cli.say_loading("torch", "ray", "mlflow")
     from models import registry
+    from pipelines.training.run import run_training
 
     cli.preflight(config)
-    result = train_model(config)
+    result = run_training(config)
     if result.was_finished:
         print("--overwrite trains it again from scratch")
     reads = registry.find(result.best.name).extra_inputs

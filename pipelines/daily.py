@@ -24,37 +24,25 @@ from core.options import STRICT, Folder, Fraction, check_known
 from core.schemas import (
     DayRecord,
     EmbeddingsInfo,
-    EventsInfo,
     Inputs,
     ItemsInfo,
-    RunRef,
-    SequencesInfo,
     SidsInfo,
     Verdict,
     parse_record,
 )
-from core.tables import TableInfo, find_table, open_table
-from models import own_code, registry
+from core.tables import Table, find_table
+from models import registry
 from pipelines.comparison.config import ModelName
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.prepare.options import PrepareOptions, list_changes
-from pipelines.prepare.reading.log import load_source
-from pipelines.steps import (
-    AuditConfig,
-    audit_tables,
-    encode_texts,
-    make_sids,
-    make_tables,
-    measure_checkpoint,
-    run_step,
-    train_model,
-)
+from pipelines.prepare.options import PrepareOptions
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from models.training.checkpoint import Checkpoint
     from pipelines.evaluation.result import Result
+    from pipelines.prepare.prepare import Prepared
+    from pipelines.training.run import TrainingResult
 
 DAYS = "days.json"
 """File in the output folder with a record of each day."""
@@ -95,8 +83,13 @@ def process_day(config: DailyConfig) -> DayRecord:
     text embeddings of new items, evaluate the running model on the day, continue its
     training, evaluate the result, and register it if no metric drops too much.
     """
-    from models.loaded_model import load_catalogue
-    from models.training import checkpoint
+    from models.training.checkpoint import OtherTablesError
+    from pipelines.encode.extend import make_sids
+    from pipelines.encode.texts import encode_log
+    from pipelines.evaluation.ranking import measure_checkpoint
+    from pipelines.prepare.audit.rules import audit_tables
+    from pipelines.prepare.prepare import make_tables
+    from pipelines.training.run import run_training
 
     model_class = registry.find(config.train.model.name)
     reason = model_class.reason_not_served()
@@ -105,82 +98,83 @@ def process_day(config: DailyConfig) -> DayRecord:
             f"register is {config.register}, and the model '{model_class.name}' cannot "
             f"be served: {reason}"
         )
-    inputs = config.train.inputs
+    inputs, file = config.train.inputs, join(config.output, DAYS)
     busy = f"another process works on {config.output}; wait until it ends"
     with hold_lock(join(config.output, ".daily.lock"), busy):
-        days = read_days(config.output)
+        days = read_days(file)
 
         def save() -> None:
             content = json.dumps([asdict(day) for day in days], indent=2)
-            write_file(join(config.output, DAYS), content.encode())
+            write_file(file, content.encode())
 
-        def measure(folder: str, unseen: bool | None = None) -> Result:
-            evaluate = EvaluateConfig(
-                checkpoint=folder,
-                tables=inputs.tables,
-                sids=inputs.sids,
-                text=inputs.text,
-                split="test",
-                unseen=unseen,
-                trust_code=config.train.trust_code,
+        def measure(checkpoint: str, unseen: bool | None = None) -> Result:
+            return measure_checkpoint(
+                EvaluateConfig(
+                    checkpoint=checkpoint,
+                    **vars(inputs),
+                    split="test",
+                    unseen=unseen,
+                    trust_code=config.train.trust_code,
+                )
             )
-            return run_step("evaluate", measure_checkpoint, evaluate)
 
-        prepare = config.prepare
-        run_step("prepare", make_tables, prepare, list_changes(prepare))
-        day = find_day(prepare, days)
+        prepared = make_tables(config.prepare)
+        day = find_day(prepared, days)
         if day.accepted is not None:
-            explain_idle(prepare, day.name)
+            print(
+                f"{day.name} is finished; nothing to do until there are new files that "
+                f"match '{prepared.source.files}'"
+            )
             return day
         if not day.audited:
-            run_step("audit", audit_tables, AuditConfig(inputs.tables))
+            audit_tables(inputs.tables)
             day.audited = True
             save()
         if config.tokenize:
-            run_step("tokenize", make_sids, update_tokenizer(config.tokenize))
+            make_sids(update_tokenizer(config.tokenize, prepared.items))
         if config.encode:
-            overwrite = is_text_outdated(config.encode)
-            options = replace(config.encode, overwrite=overwrite)
-            run_step("encode", encode_texts, options)
-        metrics = model_class.metric_names(load_catalogue(model_class.name, inputs))
-        check_known(config.max_drop, metrics, "max_drop")
-
+            overwrite = is_text_outdated(config.encode.output, prepared)
+            encode_log(replace(config.encode, overwrite=overwrite))
         accepted = [other for other in days if other.accepted]
-        running = accepted[-1] if accepted else None
-        if running and not (day.anew or day.before is not None):
-            day.anew = describe_other_tables(running, config.train)
-            if not day.anew:
-                day.before = defined_metrics(measure(running.checkpoint))
-                day.running = running.name
-            save()
-        train = config.train
-        if running and not day.anew and model_class.trains_by_gradient:
-            train = replace(config.continue_training, init=running.checkpoint)
-        trained = run_step("train", train_model, replace(train, name=day.name))
-        day.checkpoint = trained.checkpoint
-        result = None
+        trained = None
+        if accepted and not day.anew:
+            running = accepted[-1]
+            try:
+                if day.before is None:
+                    day.before = defined_metrics(measure(running.checkpoint))
+                    day.running = running.name
+                    save()
+                if model_class.trains_by_gradient:
+                    init = running.checkpoint
+                    trained = run_training(
+                        replace(config.continue_training, name=day.name, init=init)
+                    )
+            except OtherTablesError as error:  # after an overwrite of the tables
+                day.anew, day.before, day.running = str(error), None, ""
+                print(
+                    f"the model of {running.name} cannot be trained further, so a new "
+                    f"model is trained from scratch: {error}"
+                )
+                save()
+        trained = trained or run_training(replace(config.train, name=day.name))
         if day.after is None:
-            result = measure(trained.checkpoint)
-            day.after = defined_metrics(result)
-            save()
-        metadata = checkpoint.read(trained.checkpoint)
-        if day.baselines is None:
+            results = [measure(trained.checkpoint)]
+            check_known(config.max_drop, results[0].metrics, "max_drop")
             day.baselines = []
             if not model_class.is_baseline:
-                result = result or measure(trained.checkpoint)
-                unseen = None
                 if model_class.ranks == "catalogue":
-                    unseen = measure(trained.checkpoint, unseen=True)
-                day.baselines = judge_by_baselines(metadata, inputs, result, unseen)
+                    results.append(measure(trained.checkpoint, unseen=True))
+                day.baselines = judge_results(results, inputs.tables, trained.best)
+            day.checkpoint = trained.checkpoint
+            day.after = defined_metrics(results[0])
             save()
-        day.accepted = judge(config, day, metadata, trained.run)
+        day.accepted = judge(config, day, trained)
         save()
     return day
 
 
-def read_days(output: str) -> list[DayRecord]:
+def read_days(path: str) -> list[DayRecord]:
     """Read the records of the earlier days."""
-    path = join(output, DAYS)
     try:
         content = read_json(path) or []
     except ValueError as error:
@@ -188,21 +182,18 @@ def read_days(output: str) -> list[DayRecord]:
     return [parse_record(DayRecord, day, path) for day in content]
 
 
-def find_day(prepare: PrepareOptions, days: list[DayRecord]) -> DayRecord:
+def find_day(prepared: Prepared, days: list[DayRecord]) -> DayRecord:
     """Return the record of the newest day in the tables, appended if it is new.
 
     The name of a day is the date of its last event, in the time zone of the mapping,
     and the start of the tables' hash.
     """
-    sequences = open_table(join(prepare.output, "sequences"), SequencesInfo)
-    split = sequences.info.split
+    split, time = prepared.sequences.info.split, prepared.source.time
     if split.by != "temporal":
         raise UserError(f"prepare.split.by is '{split.by}', a day needs temporal")
-    last_ms = open_table(join(prepare.output, "events"), EventsInfo).info.last_ms
-    time = load_source(prepare.source)[0].time
     zone = ZoneInfo((time and time.zone) or "UTC")
-    date = datetime.fromtimestamp(last_ms / 1000, zone).date()
-    name = f"{date}-{sequences.hash[:8]}"
+    last = datetime.fromtimestamp(prepared.events.info.last_ms / 1000, zone)
+    name = f"{last.date()}-{prepared.sequences.hash[:8]}"
     for day in days:
         if day.name == name:
             return day
@@ -210,74 +201,38 @@ def find_day(prepare: PrepareOptions, days: list[DayRecord]) -> DayRecord:
     return days[-1]
 
 
-def explain_idle(prepare: PrepareOptions, name: str) -> None:
-    """Print why there is nothing to do, and the files that the source ignores."""
-    from pipelines.prepare.reading.unread import describe_unread
-
-    source, _ = load_source(prepare.source)
-    print(
-        f"\n{name} is finished; nothing to do until there are new files that match "
-        f"'{source.files}'"
-    )
-    for line in describe_unread(source, prepare.input):
-        print(line)
-
-
-def update_tokenizer(config: TokenizeConfig) -> TokenizeConfig:
+def update_tokenizer(config: TokenizeConfig, items: Table[ItemsInfo]) -> TokenizeConfig:
     """Extend semantic IDs of an earlier day, or replace those of a replaced table."""
     sids = find_table(join(config.output, "sids"), SidsInfo)
     if sids is None:
         return config
-    items = open_table(join(config.tables, "items"), ItemsInfo)
     if sids.info.items_hash in items.ancestry:
         return replace(config, extend=config.output)
     return replace(config, overwrite=True)
 
 
-def is_text_outdated(config: EncodeConfig) -> bool:
+def is_text_outdated(output: str, prepared: Prepared) -> bool:
     """Return whether text embeddings were computed from earlier tables."""
-    for text_table in ("items", "queries", "pairs"):
-        text = find_table(join(config.output, text_table), EmbeddingsInfo)
-        for name, made_from in text.inputs.items() if text else ():
-            table = find_table(join(config.tables, name), TableInfo)
-            if table and table.hash != made_from:  # "encoder" is no table
-                return True
+    sequences = prepared.sequences
+    hashes = {**sequences.inputs, "sequences": sequences.hash}
+    for name in ("items", "queries", "pairs"):
+        text = find_table(join(output, name), EmbeddingsInfo)
+        made_from = text.inputs if text else {}
+        if any(made_from.get(table, own) != own for table, own in hashes.items()):
+            return True
     return False
 
 
-def describe_other_tables(running: DayRecord, config: TrainConfig) -> str:
-    """Return why the tables do not extend those of the running model; "" if they do.
-
-    They do not after `jobs.prepare --overwrite`; a new model is then trained.
-    """
-    from models.loaded_model import read_versions
-    from models.training import checkpoint
-
-    metadata = checkpoint.read(running.checkpoint)
-    own_code.accept_code(metadata.code, running.checkpoint, config.trust_code)
-    versions = read_versions(metadata.name, config.inputs)
-    try:
-        checkpoint.check(metadata, running.checkpoint, versions, extending=True)
-    except checkpoint.OtherTablesError as error:
-        print(
-            f"\nthe model of {running.name} cannot be trained further, so a new "
-            f"model is trained from scratch: {error}"
-        )
-        return str(error)
-    return ""
-
-
-def judge_by_baselines(
-    metadata: Checkpoint, inputs: Inputs, result: Result, unseen: Result | None
+def judge_results(
+    results: list[Result], tables: str, trained: Checkpoint
 ) -> list[Verdict]:
     """Compare results of a checkpoint on the day with models that need no training.
 
     Args:
-        metadata: Content of the checkpoint's `config.json`.
-        inputs: Folders of the tables.
-        result: Result over all items.
-        unseen: Result without the items of the user's history; None for a model that
-            ranks candidates.
+        results: Result over all items, and of a model that ranks the catalogue also
+            without the items of the user's history.
+        tables: Folder of the tables.
+        trained: Content of the checkpoint.
 
     Returns:
         One verdict per ranking, against the best of these models. The ranking over all
@@ -288,14 +243,11 @@ def judge_by_baselines(
     from pipelines.comparison.verdicts import judge_result
     from pipelines.evaluation.baselines import measure_baselines
 
-    results = [result] if unseen is None else [result, unseen]
     rankings: list[dict[str, Any]] = [{}, {"unseen": True}][: len(results)]
-    all_baselines = measure_baselines(
-        metadata.name, Inputs(inputs.tables), "test", rankings
-    )
+    all_baselines = measure_baselines(trained.name, Inputs(tables), "test", rankings)
     verdicts = [
-        judge_result(measured, baselines, metadata.fit["metric"])
-        for measured, baselines in zip(results, all_baselines, strict=True)
+        judge_result(result, baselines, trained.fit["metric"])
+        for result, baselines in zip(results, all_baselines, strict=True)
         if baselines
     ]
     if verdicts and verdicts[0].repeats < REPEATS:
@@ -303,36 +255,40 @@ def judge_by_baselines(
     return verdicts
 
 
-def judge(
-    config: DailyConfig, day: DayRecord, metadata: Checkpoint, run: RunRef
-) -> bool:
+def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
     """Return whether the day's model is accepted, and register an accepted model.
 
-    Args:
-        config: Options of the day.
-        day: Record of the day, with all metrics.
-        metadata: Content of the model's `config.json`.
-        run: MLflow run of the day's training, which is tagged with the decision.
+    A metric without a value is not compared. If no metric has a value, the model is not
+    accepted. The decision is a tag of the training's MLflow run.
     """
     from pipelines import tracking
     from pipelines.comparison.verdicts import BELOW, describe_verdict
     from pipelines.evaluation.baselines import build_fit
     from pipelines.serving.registered_model import register
+    from pipelines.training.run import run_training
 
     before, after = day.before or {}, day.after or {}
-    metric = metadata.fit["metric"]
+    run, best = trained.run, trained.best
+    metric = best.fit["metric"]
     max_drop = config.max_drop or {metric: 0.05}
     undefined = [name for name in max_drop if name not in after]
-    dropped = find_drops(before, after, max_drop)
+    dropped = [
+        name
+        for name, share in max_drop.items()
+        if name in before
+        and name in after
+        and after[name] < before[name] - share * abs(before[name])
+    ]
+    if before and len(undefined) == len(max_drop):
+        dropped = undefined
     logger = tracking.Logger(run)
     running_metrics = {f"running/{name}": value for name, value in before.items()}
-    logger.update(running_metrics, metadata.step)
+    logger.update(running_metrics, best.step)
     logger.tag(accepted=str(not dropped).lower(), running=day.running or "none")
 
     running = day.running or "no running model"
     print(f"\n{day.name}, compared with {running} on the same day")
-    shown = registry.find(metadata.name).shown_metrics
-    for name in dict.fromkeys([*max_drop, *shown]):
+    for name in dict.fromkeys([*max_drop, *registry.find(best.name).shown_metrics]):
         if name in after:
             old_value = f"{before[name]:.4f} to " if name in before else ""
             print(f"  {name:<12}  {old_value}{after[name]:.4f}")
@@ -342,10 +298,10 @@ def judge(
     if undefined:
         print(f"note: {', '.join(undefined)} has no value, and is not compared")
     if dropped:
-        reason = f"{', '.join(dropped)} dropped by more than max_drop allows"
-        if dropped == undefined:
-            reason = "no metric of max_drop has a value"
-        print(f"not accepted: {reason}; the running model stays")
+        print(
+            f"not accepted: {', '.join(dropped)} dropped by more than max_drop allows; "
+            f"the running model stays"
+        )
         return False
     if config.register and verdicts and verdicts[0].verdict == BELOW:
         name = verdicts[0].baseline_model
@@ -356,7 +312,7 @@ def judge(
             fit=build_fit(name, metric=metric),
             name=f"{day.name}-{name}",
         )
-        run = run_step("train", train_model, baseline).run
+        run = run_training(baseline).run
     if config.register:
         version = register(run, config.register, metric)
         print(f"registered: version {version.version} of {config.register}")
@@ -367,27 +323,3 @@ def defined_metrics(result: Result) -> dict[str, float]:
     """Return the metrics of a result by name, without metrics that are NaN."""
     metrics = result.metrics
     return {name: value for name, value in metrics.items() if not isnan(value)}
-
-
-def find_drops(
-    before: dict[str, float], after: dict[str, float], max_drop: dict[str, float]
-) -> list[str]:
-    """Return the metrics that drop too much.
-
-    A metric without a value is not compared. If no metric has a value, return all.
-
-    Args:
-        before: Metrics of the running model on the day; empty if there is none.
-        after: Metrics of the day's model.
-        max_drop: Largest share of its absolute value by which each metric may drop.
-    """
-    undefined = [name for name in max_drop if name not in after]
-    if before and len(undefined) == len(max_drop):
-        return undefined
-    return [
-        name
-        for name, share in max_drop.items()
-        if name in before
-        and name in after
-        and after[name] < before[name] - share * abs(before[name])
-    ]

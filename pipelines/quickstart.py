@@ -9,6 +9,7 @@ when the flow runs, so that the command prints its first line early.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace
@@ -19,25 +20,22 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, format_duration
-from core.options import STRICT, Seed, build, merge, read_configs, read_yaml
-from core.schemas import ItemsInfo, SequencesInfo
-from core.tables import open_table
+from core.options import (
+    STRICT,
+    Seed,
+    build,
+    changed,
+    merge,
+    read_configs,
+    read_yaml,
+    to_words,
+)
+from core.schemas import ItemsInfo
+from core.tables import Table
 from models import registry
 from pipelines.comparison.config import CompareConfig
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.steps import (
-    AuditConfig,
-    audit_tables,
-    compare_runs,
-    encode_texts,
-    make_sids,
-    make_tables,
-    measure_checkpoint,
-    run_step,
-    simulate_log,
-    train_model,
-)
 from pipelines.training.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[1] / "jobs/configs"
@@ -48,12 +46,6 @@ SEED = 42
 
 TRAINING_S = 120
 """Seconds of a model's training on two quiet cores, unless one epoch takes longer."""
-
-STEP_S = 5
-"""Seconds of a step for starting and for MLflow."""
-
-RANKING = 4
-"""Time to rank a request, in times of an epoch's time per request."""
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -127,18 +119,20 @@ class Step(NamedTuple):
     run: Callable[[Any], Any]
     """Function of the step."""
     config: Any
-    seconds: float = STEP_S
-    """Estimated time on two quiet cores."""
 
 
 def run_quickstart(config: QuickstartConfig) -> Path:
     """Run the flow of a kind of log, and return the page of the comparison."""
+    from pipelines.comparison.page import compare_runs
+    from pipelines.prepare.audit.rules import audit_tables
     from pipelines.prepare.kinds.registry import KINDS
-    from pipelines.prepare.options import SimulateOptions, build_options, list_changes
+    from pipelines.prepare.options import SimulateOptions, build_options
+    from pipelines.prepare.prepare import make_tables
     from pipelines.prepare.reading.log import load_source
+    from pipelines.prepare.simulate import simulate_log
     from pipelines.tracking import resolve_uri
 
-    start_s = time.monotonic()
+    began = time.monotonic()
     name = KINDS[config.kind or "retrieval"].simulated_source
     if config.data:
         name = Path(config.data).resolve().name
@@ -147,43 +141,39 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     kind = config.kind or load_source(source)[1].get("kind", "retrieval")
     flow = build(Flow, read_yaml(str(FLOWS))[kind], f"{kind}.")
     raw, tables = config.data or str(home / "raw"), str(home / "tables")
-    options = {"source": source, "input": raw, "output": tables, "kind": kind}
 
-    def run(step: Step, progress: str = "", options: Any = None) -> None:
-        elapsed = format_duration(time.monotonic() - start_s)
-        title = f"{step.title}   ({elapsed} so far{progress})\n"
-        run_step(step.job, step.run, step.config, options, title)
+    def announce(title: str, job: str, options: dict[str, Any]) -> None:
+        elapsed = format_duration(time.monotonic() - began)
+        words = shlex.join(to_words(options))
+        print(f"\n{title}   ({elapsed} so far)\n$ python -m jobs.{job} {words}")
 
     if not config.data:
-        simulate = {"kind": kind, **flow.simulate, **config.simulate, "output": raw}
-        options_of_log = build(SimulateOptions, simulate, "simulate.")
-        run(Step("Simulate a raw log", "simulate", simulate_log, options_of_log))
-    prepare = build_options(options)
-    step = Step("Raw log to tables", "prepare", make_tables, prepare)
-    run(step, options=list_changes(prepare))
-    audit = AuditConfig(tables)
-    run(Step("Prove the tables free of leakage", "audit", audit_tables, audit))
+        options = {"kind": kind, **flow.simulate, **config.simulate, "output": raw}
+        announce("Simulate a raw log", "simulate", options)
+        simulate_log(build(SimulateOptions, options, "simulate."))
+    options = {"source": source, "input": raw, "output": tables, "kind": kind}
+    announce("Raw log to tables", "prepare", options)
+    prepared = make_tables(build_options(options))
+    announce("Prove the tables free of leakage", "audit", {"tables": tables})
+    audit_tables(tables)
 
-    info = open_table(f"{tables}/sequences", SequencesInfo).info
-    extra = plan_extra(config, home, flow.extra) if flow.extra else None
-    page = home / "compare.html"
+    extra = plan_extra(config, home, flow.extra, prepared.items)
+    requests, page = prepared.sequences.info.requests, home / "compare.html"
     compare = CompareConfig(
         experiment=[f"{kind}/{name}"],
         html=str(page),
         tracking_uri=resolve_uri(None, str(home / "runs")),
     )
     steps = [
-        *([extra] if extra else []),
-        *plan_models(config, home, flow, info.requests, extra is not None),
+        *extra,
+        *plan_models(config, home, flow, requests, bool(extra)),
         Step("Compare", "compare", compare_runs, compare),
     ]
-    total = format_duration(sum(step.seconds for step in steps))
-    print(f"\n{len(steps)} more steps, about {total} on two cores", flush=True)
     for number, step in enumerate(steps, 1):
-        left = format_duration(sum(later.seconds for later in steps[number - 1 :]))
         title = f"[{number}/{len(steps)}] {step.title}"
-        run(step._replace(title=title), f", about {left} left")
-    print(f"\nDone in {format_duration(time.monotonic() - start_s)}.")
+        announce(title, step.job, changed(step.config))
+        step.run(step.config)
+    print(f"\nDone in {format_duration(time.monotonic() - began)}.")
     if not config.data:
         print("The log is simulated: the metrics show that the flow works, no more.")
     print(
@@ -224,18 +214,23 @@ def find_source(config: QuickstartConfig, home: Path) -> str:
     return str(guess)
 
 
-def plan_extra(config: QuickstartConfig, home: Path, extra: str) -> Step | None:
-    """Return the step that makes semantic IDs or text embeddings.
+def plan_extra(
+    config: QuickstartConfig, home: Path, extra: str, items: Table[ItemsInfo]
+) -> list[Step]:
+    """Return the step that makes semantic IDs or text embeddings, if there is one.
 
-    It is None if the log has neither texts of items nor published semantic IDs.
+    There is none for a log with neither texts of items nor published semantic IDs.
     """
-    tables, output = str(home / "tables"), str(home / extra)
-    items = open_table(f"{tables}/items", ItemsInfo)
-    title = "Items to semantic IDs"
-    if items.info.texts and extra == "text":
-        encode = EncodeConfig(tables=tables, output=output, encoder=config.encoder)
-        return Step("Texts to embeddings", "encode", encode_texts, encode, 20)
-    if items.info.texts:
+    from pipelines.encode.extend import make_sids
+    from pipelines.encode.texts import encode_log
+
+    raw, folders = Path(config.data or ""), {"tables": str(home / "tables")}
+    folders["output"] = str(home / extra)
+    published = sorted([*raw.glob("*index*.json*"), *raw.glob("published_sids.csv*")])
+    if extra == "text" and items.info.texts:
+        encode = EncodeConfig(**folders, encoder=config.encoder)
+        return [Step("Texts to embeddings", "encode", encode_log, encode)]
+    if extra == "sids" and items.info.texts:
         # Two levels and the conflict code suffice for few items: a quarter fewer tokens
         # than with three, and fewer epochs. A code has at least 8 items.
         tokenizer = {
@@ -244,20 +239,14 @@ def plan_extra(config: QuickstartConfig, home: Path, extra: str) -> Step | None:
             "codebook_size": min(256, 2 ** max(1, (items.rows // 8).bit_length() - 1)),
         }
         tokenize = TokenizeConfig(
-            tables=tables, output=output, tokenizer=tokenizer, encoder=config.encoder
+            **folders, tokenizer=tokenizer, encoder=config.encoder
         )
-        return Step(title, "tokenize", make_sids, tokenize, 20)
-    raw = Path(config.data or "")
-    published = sorted([*raw.glob("*index*.json*"), *raw.glob("published_sids.csv*")])
-    if extra == "text" or not published:
-        return None
-    tokenize = TokenizeConfig(
-        tables=tables,
-        output=output,
-        tokenizer="published",
-        published=str(published[0].absolute()),
-    )
-    return Step("Published semantic IDs", "tokenize", make_sids, tokenize)
+    elif extra == "sids" and published:
+        file = str(published[0].absolute())
+        tokenize = TokenizeConfig(**folders, tokenizer="published", published=file)
+    else:
+        return []
+    return [Step("Items to semantic IDs", "tokenize", make_sids, tokenize)]
 
 
 def plan_models(
@@ -276,6 +265,9 @@ def plan_models(
         requests: Number of requests by split.
         has_extra: Whether there are semantic IDs or text embeddings.
     """
+    from pipelines.evaluation.ranking import measure_checkpoint
+    from pipelines.training.run import run_training
+
     suffix = f"-{config.seed}" if config.seed != SEED else ""
     runs = home / "runs"
     for run in flow.models:
@@ -285,11 +277,10 @@ def plan_models(
             continue
         inputs = {"tables": str(home / "tables")}
         name = run.name or run.model
-        epoch_s = run.ms / 1000 * requests["train"]
-        epochs, fit = 1, {}
+        fit = {}
         if model_class.trains_by_gradient:
-            epochs = config.epochs or min(run.epochs, max(1, int(TRAINING_S / epoch_s)))
-            fit["max_epochs"] = epochs
+            in_time = int(TRAINING_S / (run.ms / 1000 * requests["train"]))
+            fit["max_epochs"] = config.epochs or min(run.epochs, max(1, in_time))
             if 0 < flow.validate < requests["val"]:
                 fit["eval_examples"] = flow.validate
         if model_class.trains_by_gradient or model_class.stops_early:
@@ -305,14 +296,12 @@ def plan_models(
         if has_extra and flow.extra in model_class.inputs_of(train.model):
             inputs[flow.extra] = str(home / flow.extra)
             train = build(TrainConfig, merge(files, run.options, options, inputs))
-        seconds = STEP_S + epochs * epoch_s
-        yield Step(f"{verb} {name}", "train", train_model, train, seconds)
+        yield Step(f"{verb} {name}", "train", run_training, train)
         options = {"checkpoint": f"{runs}/{name}", **inputs, "split": "test"}
         evaluate = build(EvaluateConfig, options)
-        rank_s = STEP_S + RANKING * run.ms / 1000 * requests["test"]
         title = f"Evaluate {name} on test"
-        yield Step(title, "evaluate", measure_checkpoint, evaluate, rank_s)
+        yield Step(title, "evaluate", measure_checkpoint, evaluate)
         if model_class.ranks == "catalogue":
             title += ", known items left out"
             unseen = replace(evaluate, unseen=True)
-            yield Step(title, "evaluate", measure_checkpoint, unseen, rank_s)
+            yield Step(title, "evaluate", measure_checkpoint, unseen)

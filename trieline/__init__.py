@@ -10,28 +10,26 @@ docs/library.md has examples.
 """
 
 from pipelines.comparison.config import CompareConfig
+from pipelines.comparison.page import compare_runs as compare
 from pipelines.daily import DailyConfig
 from pipelines.daily import process_day as daily
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
+from pipelines.encode.extend import make_sids as tokenize
+from pipelines.encode.texts import encode_log as encode
 from pipelines.evaluation.config import EvaluateConfig
+from pipelines.prepare.audit.rules import audit_tables as audit
 from pipelines.prepare.options import PrepareOptions, SimulateOptions
 from pipelines.prepare.options import build_options as build_prepare_options
-from pipelines.steps import AuditConfig
-from pipelines.steps import audit_tables as audit
-from pipelines.steps import compare_runs as compare
-from pipelines.steps import encode_texts as encode
-from pipelines.steps import make_sids as tokenize
-from pipelines.steps import make_tables as prepare
-from pipelines.steps import simulate_log as simulate
-from pipelines.steps import train_model as train
+from pipelines.prepare.prepare import make_tables as prepare
+from pipelines.prepare.simulate import simulate_log as simulate
 from pipelines.training.config import TrainConfig
+from pipelines.training.run import run_training as train
 from trieline.commands import evaluate, sweep
 from trieline.data import dataset, tables
 from trieline.trained import load
 from tuning.grid import SweepConfig
 
 __all__ = [
-    "AuditConfig",
     "CompareConfig",
     "DailyConfig",
     "EncodeConfig",

@@ -10,9 +10,9 @@ from core.tables import Table
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.nearest import write_nearest
+from pipelines.evaluation.ranking import measure_checkpoint
 from pipelines.evaluation.result import Result
 from pipelines.start import start_ray
-from pipelines.steps import measure_checkpoint
 from tuning.grid import SweepConfig, load_sweep
 from tuning.sweep import run_sweep
 

@@ -144,13 +144,14 @@ def means(sums: dict[str, float]) -> dict[str, float]:
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """Return a table of the metrics by cutoff, and a line of `exposure` if measured."""
-    lines = ["  K       " + "".join(f"{k:>9}" for k in CUTOFFS)]
-    for metric in find_metrics(RequestMetric):
-        if metric.is_printed:
-            values = [format_metric(metrics[f"{metric.name}@{k}"]) for k in CUTOFFS]
-            cells = "".join(f"{value:>9}" for value in values)
-            lines.append(f"  {metric.name:<8}{cells}")
+    """Return a table of the metrics by cutoff, and lines of `exposure` and `first`."""
+    printed = [metric for metric in find_metrics(RequestMetric) if metric.is_printed]
+    width = max(8, *(len(metric.name) for metric in printed))
+    lines = [f"  {'K':<{width}}" + "".join(f"{k:>9}" for k in CUTOFFS)]
+    for metric in printed:
+        values = [format_metric(metrics[f"{metric.name}@{k}"]) for k in CUTOFFS]
+        cells = "".join(f"{value:>9}" for value in values)
+        lines.append(f"  {metric.name:<{width}}{cells}")
     exposures = [
         f"{metric.label} {format_metric(metrics[f'{metric.name}@{TOP}'])}"
         for metric in find_metrics(CatalogueMetric)
@@ -158,4 +159,13 @@ def summary(metrics: dict[str, float]) -> list[str]:
     ]
     if exposures:
         lines.append(f"  top {TOP}  {', '.join(exposures)}")
+    if FIRST_PREFIX + EXAMPLES in metrics:
+        values = [
+            f", {name} {format_metric(metrics[FIRST_PREFIX + name])}"
+            for name in (f"recall@{TOP}", f"ndcg@{TOP}")
+        ]
+        lines.append(
+            f"  first  {metrics[FIRST_PREFIX + EXAMPLES]:,.0f} requests whose target "
+            f"is not in the history{''.join(values)}"
+        )
     return lines

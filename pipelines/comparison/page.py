@@ -19,21 +19,34 @@ from plotly.offline import get_plotlyjs
 from polars import selectors as cs
 
 from core.errors import UserError
+from core.files import storage_errors, write_file
+from core.schemas import RunRef
 from models.metrics.metric import lower_is_better
 from pipelines import tracking
 from pipelines.comparison.compare import (
     Comparison,
+    compare,
     find_best_run,
     measured_metrics,
 )
-from pipelines.comparison.tables import Table, format_difference
-from pipelines.comparison.verdicts import VERDICTS
+from pipelines.comparison.config import CompareConfig
+from pipelines.comparison.tables import (
+    Table,
+    best_tables,
+    build_tables,
+    format_difference,
+    to_markdown,
+)
+from pipelines.comparison.verdicts import VERDICTS, measure_differences
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Tol's bright scheme, which colour-blind readers can distinguish."""
 
 MAX_ROWS, MAX_CURVES, MAX_POINTS = 30, 10, 300
 """Largest number of rows with differences and with curves, and of points of a curve."""
+
+MAX_LINES = 60
+"""Largest number of printed lines of a comparison with a long table."""
 
 STYLE = """
 body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 84rem;
@@ -351,3 +364,67 @@ def log_page(comparison: Comparison, content: str, markdown: str) -> str:
     client.log_text(run["id"], content, "compare.html")
     client.log_text(run["id"], markdown, "compare.md")
     return str(run["name"])
+
+
+def compare_runs(config: CompareConfig) -> list[Comparison]:
+    """Print tables of runs, write the requested files, and register the best run.
+
+    Returns:
+        A comparison per experiment, whose `rows` are a frame.
+    """
+    uri = tracking.find_store(config.tracking_uri)
+    experiments = [[name] for name in config.experiment]
+    if config.sweep or config.run:
+        experiments = [config.experiment]
+    comparisons = [
+        compare(uri, names, config.sweep, config.run, config.metric)
+        for names in experiments
+    ]
+    differences = list(map(measure_differences, comparisons))
+    tables = []
+    for pair in zip(comparisons, differences, strict=True):
+        tables += build_tables(*pair)
+    tables += best_tables(comparisons)
+    shown = tables if config.all else map(shorten, tables)
+    lines = "\n".join(map(to_markdown, shown)).splitlines()
+    is_long = any(len(frame) > 30 for _, frame, _ in tables)
+    if is_long and not config.all:
+        lines = [line for line in lines if line]
+        lines[MAX_LINES - 4 :] = ["more: --all true"]
+    print("\n".join(lines))
+    markdown = "\n".join(map(to_markdown, tables))
+    if config.markdown:
+        with storage_errors(config.markdown):
+            write_file(config.markdown, markdown.encode())
+        print(f"tables written to {config.markdown}")
+    if config.html:
+        page = build_page(comparisons, differences, tables)
+        with storage_errors(config.html):
+            write_file(config.html, page.encode())
+        name = log_page(comparisons[0], page, markdown)
+        print(
+            f"page written to {config.html}, and to MLflow as compare.html of '{name}'"
+        )
+    if config.register:
+        from pipelines.serving.registered_model import register
+
+        name, metric = config.register, f"val/{comparisons[0].metric}"
+        best = find_best_run(comparisons[0])
+        best_run = RunRef(uri, best["experiment"], best["training"])
+        version = register(best_run, name, metric, config.trust_code).version
+        print(
+            f"registered: version {version} of {name} is the best checkpoint of "
+            f"{best['name']} by validation\n"
+            f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')"
+        )
+    print(f"look at it: {tracking.view_command(uri)}")
+    return comparisons
+
+
+def shorten(table: Table) -> Table:
+    """Return the best rows of a table that has more than 30."""
+    title, frame, _ = table
+    if len(frame) > 30:
+        title = f"{title}: the best 4 of {len(frame)} rows (all: --all true)"
+        return title, frame.head(4), []
+    return table

@@ -27,8 +27,7 @@ import polars as pl
 from mlflow.artifacts import download_artifacts, list_artifacts
 from numpy.typing import NDArray
 
-from core.schemas import RunRef, Verdict
-from models import registry
+from core.schemas import Verdict
 from models.metrics.metric import lower_is_better
 from models.metrics.per_user_metrics import decode_values
 from pipelines import tracking
@@ -38,7 +37,6 @@ from pipelines.comparison.compare import (
     Comparison,
     summarise,
 )
-from pipelines.comparison.runs import read_runs
 from pipelines.evaluation.baselines import Baseline
 from pipelines.evaluation.result import Result, artifact_name
 
@@ -71,9 +69,6 @@ TIES = 0.5
 """GAUC of a shown order in which all results tie, as in a log without positions."""
 
 SHOWN_ORDER_NOTE = "The shown order is the present ranking's; clicks on it favour it."
-
-VALIDATION_PARAMS = ["fit.eval_options.unseen", "fit.eval_examples", "table.sequences"]
-"""Params that are equal for trainings whose validations are comparable."""
 
 COMPARED = [
     "model_label",
@@ -288,33 +283,6 @@ def load_per_user(uri: str, artifacts: str) -> dict[str, dict[str, Any]]:
             if metrics:
                 per_user[name] = metrics
     return per_user
-
-
-def best_trained_baseline(run: RunRef, metric: str) -> tuple[str, float] | None:
-    """Return the best baseline of a training's experiment on validation.
-
-    A baseline counts if it was trained on the same tables, and validated on as many
-    requests and with the same items left out.
-
-    Args:
-        run: MLflow run of the training.
-        metric: Name of the metric, without its split.
-
-    Returns:
-        The baseline's name and the value of its metric, or None without a baseline.
-    """
-    runs = read_runs(run.uri, [run.experiment])
-    training = runs.filter(id=run.run_id).select(VALIDATION_PARAMS)
-    names = [name for name in registry.MODELS if registry.find(name).is_baseline]
-    baselines = runs.filter(pl.col("model.name").is_in(names))
-    baselines = baselines.join(training, on=VALIDATION_PARAMS, nulls_equal=True)
-    if baselines.is_empty():
-        return None
-    label = pl.coalesce(tracking.RANKS_BY_TAG, "model.name")
-    values = baselines.select(label=label, value=f"val/{metric}").drop_nulls()
-    values = values.unique("label", keep="last", maintain_order=True)
-    values = values.sort("value", descending=not lower_is_better(metric))
-    return values.row(0) if len(values) else None
 
 
 def judge_result(result: Result, baselines: list[Baseline], metric: str) -> Verdict:

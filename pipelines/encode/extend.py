@@ -12,6 +12,7 @@ training items of the codebooks is measured.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,7 @@ from pipelines.encode.tokenize import (
     read_codes,
     read_quantizer,
     settings_of_codes,
+    tokenize,
     write_quantizer,
     write_sids,
     write_trie,
@@ -66,6 +68,12 @@ from pipelines.encode.tokenize import (
 MAX_ROUNDING = 1e-3
 """Differences of embeddings up to this share of their root mean square count as
 rounding: encoding equal texts again gives slightly different embeddings."""
+
+ERROR_LABELS = {
+    "reconstruction_error": "embeddings, by the nearest codes",
+    "quantization_error": "quantised space, by the chosen codes",
+}
+"""Printed labels of the errors that the manifest of SIDs records."""
 
 
 def extend_embeddings(
@@ -193,6 +201,60 @@ def describe_drift(measured: Drift) -> str:
         f"{measured.collision_rate_new:.4f} ({measured.collision_rate_old:.4f}), "
         f"{measured.relaxed_new:,} without their nearest codes"
     )
+
+
+def make_sids(config: TokenizeConfig) -> Table[SidsInfo]:
+    """Make the semantic IDs of all items or of new ones, and print their quality."""
+    began = time.monotonic()
+    make = extend if config.extend else tokenize
+    sids, trie, is_new = make(config)
+    print("\n".join(describe_quality(sids, trie)))
+    if sids.info.drift:
+        print(describe_drift(sids.info.drift))
+    if is_new:
+        print(
+            f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in "
+            f"{time.monotonic() - began:.0f} s"
+        )
+    else:
+        print(f"nothing to do: {config.output} is up to date; overwrite makes it again")
+    return sids
+
+
+def describe_quality(sids: Table[SidsInfo], trie: Table[TrieInfo]) -> list[str]:
+    """Return lines on the quality of the SIDs: errors, collisions, use of codes."""
+    sizes, measures = sids.info.codebook_sizes, sids.info.measures
+    lines = [
+        f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, "
+        f"codebooks {sizes}"
+    ]
+    errors = [
+        f"{label} {error:.4f}"
+        for name, label in ERROR_LABELS.items()
+        if (error := getattr(measures, name)) is not None
+    ]
+    if errors:
+        lines.append(f"share of variance not explained: {', '.join(errors)}")
+    if measures.relaxed_items is not None:
+        lines.append(
+            f"{pluralize(measures.relaxed_items, 'item')} relaxed; collision rate "
+            f"{measures.collision_rate_before:.4f} before, 0 after"
+        )
+    else:
+        lines.append(
+            f"collision rate {measures.collision_rate:.4f} before the conflict code: "
+            f"{measures.distinct} distinct, "
+            f"{pluralize(measures.duplicates, 'duplicate')}, largest group "
+            f"{measures.largest_group}"
+        )
+    for number, level in enumerate(measures.levels, 1):
+        lines.append(
+            f"level {number}: {level.used} codes in use ({level.use:.1%}), "
+            f"entropy {level.entropy_bits:.2f} bits"
+        )
+    branching = ", ".join(f"{mean:.2f}" for mean in trie.info.branching)
+    lines.append(f"branching per level {branching}")
+    return lines
 
 
 def extend(

@@ -75,7 +75,12 @@ from models.text.text_encoder import (
     text_columns,
 )
 from pipelines import cluster
-from pipelines.encode.config import EmbedConfig, TextConfig, TokenizeConfig
+from pipelines.encode.config import (
+    EmbedConfig,
+    EncodeConfig,
+    TextConfig,
+    TokenizeConfig,
+)
 from pipelines.encode.precomputed import PrecomputedEmbeddings, read_precomputed
 from pipelines.prepare.events.columns import sorted_unique
 from pipelines.prepare.executor import Executor, quiet_ray_data
@@ -645,33 +650,18 @@ INPUT_TABLES = {
 """Tables that each table of text embeddings is made from."""
 
 
-def encode_log(
-    tables_uri: str,
-    output_uri: str,
-    encoder: str,
-    config: TextConfig | None = None,
-    overwrite: bool = False,
-    say: Say = print,
-) -> dict[str, Table]:
+def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     """Write the text embeddings that the log's kind of requests needs.
 
     The tables are `items`, and for searches also `queries`, `pairs` and, except for
     TF-IDF, the `tokens` of documents. Tables that are up to date are not written again.
 
-    Args:
-        tables_uri: Folder of the log's tables.
-        output_uri: Folder to write to.
-        encoder: Name of the encoder, or "tfidf".
-        config: Options of the encoder; by default `TextConfig()`.
-        overwrite: Whether to replace existing tables.
-        say: Prints a message.
-
     Returns:
         The tables, by name.
     """
-    config = config or TextConfig()
+    encoder, config = options.encoder, options.embed
     # tasks may run in other folders
-    tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)
+    tables_uri, output_uri = absolute(options.tables), absolute(options.output)
     sequences = open_table(join(tables_uri, "sequences"), SequencesInfo)
     kind = KINDS[sequences.info.kind]
     names = [
@@ -715,7 +705,9 @@ def encode_log(
         for name in names:
             uri, origin = join(output_uri, name), origins[name]
             info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
-            finished = None if overwrite else find_finished(uri, info_class, **origin)
+            finished = None
+            if not options.overwrite:
+                finished = find_finished(uri, info_class, **origin)
             if finished:
                 say(f"{name}: up to date")
                 written[name] = finished

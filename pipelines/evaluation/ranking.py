@@ -10,6 +10,7 @@ Ray task measures some of the users, and the sums of the tasks are added.
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from typing import Any
@@ -18,16 +19,19 @@ import numpy as np
 import ray
 import torch
 
-from core.errors import UserError
+from core.errors import UserError, pluralize
 from core.tables import table_hashes
 from models import registry
 from models.evaluation import add_sums, measure_examples
 from models.loaded_model import LoadedModel
 from models.metrics.metric import TOP, CatalogueMetric, find_metrics
 from models.metrics.per_user_metrics import sampling_stride
+from models.metrics.ranking_metrics import describe_chance_level
 from models.retrieval.metrics import exposure
 from models.retrieval.popular import load_counts, sum_popularity
 from models.retrieval.recommend import required_history
+from models.training import checkpoint
+from pipelines import tracking
 from pipelines.evaluation.checks import (
     CheckedEvaluation,
     check_evaluation,
@@ -35,7 +39,7 @@ from pipelines.evaluation.checks import (
     takes_gpu,
 )
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.evaluation.result import Result, pop_per_user
+from pipelines.evaluation.result import Result, pop_per_user, record_result
 from pipelines.start import start_ray
 
 SHOWN, TRAINED = "shown", "trained"
@@ -116,6 +120,40 @@ def evaluate(
             if metric.needs_trained:
                 metrics.pop(f"{metric.name}@{TOP}", None)
     return result, checked
+
+
+def measure_checkpoint(config: EvaluateConfig) -> Result:
+    """Measure a checkpoint on a split, and write the metrics to a file and MLflow."""
+    if config.tracking_uri:
+        tracking.check_store(config.tracking_uri)
+    # The driver of a submitted job runs on a node without GPUs, so tasks do the work.
+    result, checked = evaluate(config, in_ray=bool(os.environ.get("RAY_ADDRESS")))
+    saved, model_class = checked.checkpoint, registry.find(result.model)
+    ranked = pluralize(result.users, "user")
+    if model_class.eval_unit != "user":
+        ranked = f"{pluralize(result.examples, 'request')} of {ranked}"
+    print(f"{result.model} on {result.split}: {ranked}, seed {result.seed}")
+    sequences = checked.versions["sequences"].uri
+    if checkpoint.is_extended(saved, "sequences", checked.versions):
+        print(f"note: {sequences} extends the table of the training")
+    elif result.is_fresh(saved):
+        print(f"note: {sequences} is of another log than the training's")
+    print("\n".join(model_class.format_metrics(result.metrics)))
+    chance_level = describe_chance_level(result.metrics)
+    if chance_level and not model_class.is_baseline:
+        print(f"warning: no better than without a model ({chance_level})")
+    if model_class.ranks == "catalogue":
+        skipped = f"{pluralize(result.skipped, 'request')} without history left out"
+        if result.without_history:
+            values = [f"{n} {v:.4f}" for n, v in result.without_history.items()]
+            skipped += f", where popularity reaches {', '.join(values)}"
+        print(
+            f"  {result.requests_per_s:,.0f} requests/s on {result.device}; {skipped}"
+        )
+    # Record the metrics after they are printed, in case MLflow does not answer.
+    path = record_result(result, saved, config.tracking_uri)
+    print(f"  written to  {path}")
+    return result
 
 
 def measure_shard(

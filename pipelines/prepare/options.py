@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from core.options import STRICT, Folder, as_base, build, changed, check_keys, merge
+from core.options import STRICT, Folder, as_base, build, check_keys, merge
 from pipelines.prepare.kinds.simulation import Settings
 from pipelines.prepare.reading.log import load_source
 from pipelines.prepare.settings.config import PrepareConfig
@@ -56,12 +56,6 @@ def build_options(content: Mapping[str, Any], prefix: str = "") -> PrepareOption
     defaults = load_source(source)[1] if source else {}
     check_keys(PrepareConfig, defaults, "prepare.")
     return build(PrepareOptions, merge(defaults, content), prefix)
-
-
-def list_changes(options: PrepareOptions) -> dict[str, Any]:
-    """Return the folders, and the options that are not those of the source file."""
-    given = {name: vars(options)[name] for name in ("source", "input", "output")}
-    return given | changed(options, build_options(given))
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

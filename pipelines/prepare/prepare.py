@@ -11,16 +11,26 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import psutil
 from pyarrow import fs
 
-from core.errors import UserError
+from core.errors import UserError, pluralize
 from core.files import file_info, join, write_file
-from core.schemas import INFO_CLASSES, AsOfInfo, EventsInfo, ItemsInfo, Split
+from core.schemas import (
+    INFO_CLASSES,
+    AsOfInfo,
+    EventsInfo,
+    ItemsInfo,
+    RetrievalInfo,
+    SequencesInfo,
+    Split,
+)
+from core.splits import SPLITS
 from core.tables import Table, check_replaceable, find_table, open_table, writing
 from pipelines.prepare.events.build_events import (
     LoadStats,
@@ -33,13 +43,15 @@ from pipelines.prepare.kinds.registry import KINDS
 from pipelines.prepare.kinds.resolve import resolve_config
 from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.summary import collect_warnings, summarise
-from pipelines.prepare.reading.log import Log
+from pipelines.prepare.options import PrepareOptions
+from pipelines.prepare.reading.log import Log, load_source
 from pipelines.prepare.reading.unread import describe_unread
 from pipelines.prepare.run import OutputTables, Report, Run
 from pipelines.prepare.sequences.as_of import PREFIX
 from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
 from pipelines.prepare.settings.config import PrepareConfig
+from pipelines.start import start_ray
 
 STATISTICS = "statistics.json"
 """Name of the file that a run writes last."""
@@ -59,6 +71,55 @@ Existing = Literal["continue", "overwrite", "append"]
 replaces all tables, `append` adds files that the tables do not contain yet."""
 
 
+class Prepared(NamedTuple):
+    """The tables of a log, and the mapping that they were made with."""
+
+    source: Log
+    events: Table[EventsInfo]
+    items: Table[ItemsInfo]
+    sequences: Table[SequencesInfo]
+
+
+def make_tables(options: PrepareOptions) -> Prepared:
+    """Make the tables of a raw log, and print their sizes."""
+    began = time.perf_counter()
+    source, settings = load_source(options.source)[0], options.settings
+    print(f"reading {options.input}", flush=True)
+    existing: Existing = "continue"
+    if options.overwrite:
+        existing = "overwrite"
+    elif options.append:
+        existing = "append"
+    made = prepare(
+        source, options.input, options.output, settings, existing, start=start_ray
+    )
+    info, num_items = made.sequences.info, made.items.rows
+    print(
+        f"\n{pluralize(info.users, 'user')}, {pluralize(num_items, 'item')}, "
+        f"{pluralize(info.interactions, 'interaction')}; "
+        f"sparsity {1 - info.pairs / (info.users * num_items):.2%}, "
+        f"mean length {info.interactions / info.users:.2f}; "
+        f"requests: {join_counts(info.requests)}"
+    )
+    if isinstance(info, RetrievalInfo) and any(info.requests_without_history.values()):
+        print(
+            f"requests without history (each user's first): "
+            f"{join_counts(info.requests_without_history)}; skipped in training and "
+            f"evaluation"
+        )
+    print(
+        f"made in {time.perf_counter() - began:.1f} s: "
+        f"{options.output}/{{events,items,sequences,rejects}} and "
+        f"{options.output}/{STATISTICS}"
+    )
+    return made
+
+
+def join_counts(counts: dict[str, int]) -> str:
+    """Return the counts of the splits with their names: `10 train, 2 val, 3 test`."""
+    return ", ".join(f"{counts[split]:,} {split}" for split in SPLITS)
+
+
 def prepare(
     source: Log,
     input_uri: str,
@@ -67,7 +128,7 @@ def prepare(
     existing: Existing = "continue",
     report: Report = print,
     start: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+) -> Prepared:
     """Write the tables of a raw log to `output_uri`.
 
     A log that fits into half of the free memory is processed in this process, unless
@@ -82,9 +143,6 @@ def prepare(
         existing: What to do with existing tables.
         report: Prints a line.
         start: Starts Ray; called before Ray is first used.
-
-    Returns:
-        The content of statistics.json.
     """
     input_uri, output_uri = str(input_uri), str(output_uri)
     config = resolve_config(source, input_uri, config)
@@ -152,7 +210,7 @@ def prepare(
             tables.put_in_place()
     for line in collect_warnings(events, items, sequences):
         report(line)
-    return statistics
+    return Prepared(source, events, items, sequences)
 
 
 def _choose_split(

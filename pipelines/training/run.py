@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pyarrow import fs
 
-from core.errors import UserError
+from core.errors import UserError, pluralize
 from core.files import hold_lock, join, open_uri, write_file
 from core.options import path_fields
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import find_table, open_table
 from models import own_code, registry
 from models.loaded_model import load_catalogue
+from models.metrics.ranking_metrics import describe_chance_level, format_metric
 from models.text.pretrained import resolve_encoder_path
 from models.training import checkpoint
 from models.training.checkpoint import BEST, CONFIG, WEIGHTS, Checkpoint
@@ -68,10 +69,6 @@ class TrainingResult:
     """The best checkpoint's config, metrics and timing."""
     run: RunRef
     """The MLflow run."""
-    epochs: int
-    """Number of epochs that the run was trained for."""
-    seconds: float = 0.0
-    """Duration of this call."""
     was_finished: bool = False
     """Whether an earlier call finished the run, so that this one did nothing."""
 
@@ -123,7 +120,8 @@ def run_training(
         if record:
             check_continues(config, hashes, record)
             if is_complete(record, config.fit.max_epochs):
-                return load_result(config, record, was_finished=True)
+                say(f"The run '{config.name}' is finished; nothing to do.")
+                return load_result(config, record, say, was_finished=True)
         from pipelines.training.ray_train import run_workers, wants_gpu
 
         is_submitted = bool(os.environ.get("RAY_ADDRESS"))
@@ -154,8 +152,10 @@ def run_training(
             if last is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")
             finish_run(folder, record, last, config.log_model, say=say)
-    finished = replace(record, epochs=last.epoch)
-    return load_result(config, finished, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    epochs = pluralize(last.epoch, "epoch")
+    say(f"Trained {config.model.name} for {epochs} in {seconds:.0f} s.")
+    return load_result(config, record, say)
 
 
 def is_complete(record: RunRecord, max_epochs: int) -> bool:
@@ -197,12 +197,31 @@ def check_continues(
 
 
 def load_result(
-    config: TrainConfig, record: RunRecord, **fields: Any
+    config: TrainConfig,
+    record: RunRecord,
+    say: Callable[[str], None],
+    was_finished: bool = False,
 ) -> TrainingResult:
-    """Return the result of a finished run."""
+    """Return the result of a finished run, and print it."""
     uri = join(config.folder, BEST)
-    best = checkpoint.read(uri)
-    return TrainingResult(config.name, uri, best, record.run, record.epochs, **fields)
+    best, run = checkpoint.read(uri), record.run
+    model_class = registry.find(best.name)
+    if not (model_class.is_baseline or model_class.is_diagnostic):
+        if chance := describe_chance_level(best.metrics):
+            say(f"warning: no better than without training ({chance})")
+        if best.epoch == config.fit.max_epochs > config.fit.eval_every_epochs:
+            say("note: the best epoch is the last (fit.max_epochs)")
+    metrics = [
+        f"{name} {format_metric(best.metrics.get(name))}"
+        for name in model_class.shown_metrics
+    ]
+    say(
+        f"  best epoch  {best.epoch}: {'  '.join(metrics)} on val\n"
+        f"  checkpoint  {uri}\n"
+        f"  MLflow run  {run.run_id} in {run.experiment}\n"
+        f"  look at it  {tracking.view_command(run.uri)}"
+    )
+    return TrainingResult(config.name, uri, best, run, was_finished)
 
 
 def check_resources(

@@ -16,7 +16,7 @@ from core.errors import UserError
 from core.options import parse
 from jobs.compare import Config, run
 from pipelines import tracking
-from pipelines.steps import shorten
+from pipelines.comparison.page import shorten
 from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
 HOSTILE = "<img src=x>|[a](b)"

@@ -39,9 +39,7 @@ def test_importing_the_commands_imports_no_slow_package() -> None:
 
 
 def test_a_finished_run_needs_neither_ray_nor_mlflow() -> None:
-    code = (
-        "import pipelines.training.run, pipelines.steps; from pipelines import tracking"
-    )
+    code = "import pipelines.training.run; from pipelines import tracking"
     assert run_code(f"{code}; tracking.resolve_uri(None, 'x')") == ["['torch']"]
 
 

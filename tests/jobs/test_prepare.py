@@ -144,10 +144,9 @@ def test_options_override_the_source_file(
     options = ["--core", "0", "--split.test_fraction", "0.3"]
     options += ["--max_events", "5", "--overwrite"]
 
-    statistics = run(
-        cli.config_from_words(job, build_words(raw, tmp_path / "out", *options))
-    )
+    run(cli.config_from_words(job, build_words(raw, tmp_path / "out", *options)))
 
+    statistics = json.loads((tmp_path / "out/statistics.json").read_text())
     assert statistics["core"] == 0
     assert statistics["max_length"] == 5
     split = read_manifest(str(tmp_path / "out" / "sequences")).config["split"]

@@ -8,11 +8,13 @@ made them, so that both cannot have the same bug. All tables are read into memor
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 
 import polars as pl
 
-from core.errors import UserError
+from core.errors import UserError, pluralize
 from core.files import join
 from core.options import check_known
 from core.schemas import INFO_CLASSES, SequencesInfo
@@ -58,6 +60,26 @@ KINDS = {
 }
 """Checks of `sequences` by kind. They return the users that the table must contain,
 given the users in the k-core."""
+
+
+def audit_tables(uri: str) -> None:
+    """Check the tables under `uri` for leakage and print the report.
+
+    Raises:
+        UserError: If a rule is violated.
+    """
+    began = time.monotonic()
+    rules = audit(uri, lambda step: print(f"audit: {step}", file=sys.stderr))
+    title = f"Audit of {uri}, {time.monotonic() - began:.1f} s"
+    print(f"{title}\n{report(rules)}", flush=True)
+    broken = [rule.name for rule in rules if rule.violations]
+    if broken:
+        total = pluralize(sum(rule.violations for rule in rules), "violation")
+        raise UserError(
+            f"{total} of {', '.join(broken)} in {uri}; do not train on these tables",
+            "violation",
+        )
+    print("No violations.")
 
 
 def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:

@@ -109,8 +109,6 @@ class SequenceBuilder(ABC):
     """Name of the kind in source files, which the models that read its tables have as
     `kind`."""
     info_class: ClassVar[type[SequencesInfo]]
-    needs_history: ClassVar[bool] = False
-    """Whether training and evaluation skip requests without a history."""
     allows_repeats: ClassVar[bool] = False
     """Whether a user may have the same event twice."""
     uses_all_events: ClassVar[bool] = False

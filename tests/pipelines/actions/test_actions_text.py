@@ -12,7 +12,7 @@ from core.files import join
 from core.schemas import Inputs
 from core.tables import read_manifest
 from models.actions.catalogue import ActionsCatalogue
-from pipelines.encode.config import TextConfig
+from pipelines.encode.config import EncodeConfig, TextConfig
 from pipelines.encode.texts import encode_log, fit_tfidf
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.commands import read_rows
@@ -22,7 +22,7 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     tables, text = write_actions(tmp_path, content=True), str(tmp_path / "text")
     config = TextConfig(svd=4, template="{title} by {author}")
 
-    manifests = encode_log(tables, text, "tfidf", config, say=str)
+    manifests = encode_log(EncodeConfig(tables, text, "tfidf", embed=config), say=str)
 
     assert list(manifests) == ["items"]
     visible = [path.name for path in Path(text).iterdir() if path.name[0] != "."]
@@ -38,5 +38,5 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash
 
     reported: list[str] = []
-    encode_log(tables, text, "tfidf", config, say=reported.append)
+    encode_log(EncodeConfig(tables, text, "tfidf", embed=config), say=reported.append)
     assert reported == ["items: up to date"]

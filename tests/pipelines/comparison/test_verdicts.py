@@ -17,7 +17,6 @@ from pipelines.comparison.verdicts import (
     DRAWS,
     UNDECIDED,
     VERDICTS,
-    best_trained_baseline,
     bootstrap_intervals,
     describe_verdict,
     judge_difference,
@@ -174,23 +173,6 @@ def test_each_ranking_is_compared_with_its_best_baseline(
     assert "ranking of all items comes first" in notes[0]
     assert "counts as a miss of every model" in notes[1]
     assert "clicks on it favour it" in notes[-1]
-
-
-@pytest.mark.long
-def test_a_training_is_compared_with_baselines_on_the_same_tables(
-    new_store: Callable[[Path], str], tmp_path: Path
-) -> None:
-    uri = new_store(tmp_path)
-    run = log_training(uri, "sasrec", {"name": "sasrec"}, {"best/ndcg@10": 0.9})
-    assert best_trained_baseline(run, "ndcg@10") is None
-    for name, value, sequences in (
-        ("popularity", 0.1, "s"),
-        ("ease", 0.2, "s"),
-        ("own_items", 0.3, "other"),
-    ):
-        metrics, hashes = {"best/ndcg@10": value}, {"sequences": sequences}
-        log_training(uri, name, {"name": name}, metrics, hashes=hashes)
-    assert best_trained_baseline(run, "ndcg@10") == ("ease", 0.2)
 
 
 def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:

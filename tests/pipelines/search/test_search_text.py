@@ -37,7 +37,7 @@ from models.text.text_encoder import TextEncoder
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.encode import texts as log_texts
-from pipelines.encode.config import TextConfig
+from pipelines.encode.config import EncodeConfig, TextConfig
 from pipelines.encode.texts import encode_log, fit_tfidf
 from pipelines.prepare.kinds.simulation import (
     MAKERS,
@@ -172,7 +172,9 @@ def encoded(
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_texts, "MAX_PART_PAIRS", 100)
-        manifests = encode_log(tables, folder, bert, JOINT_CONFIG, say=lines.append)
+        manifests = encode_log(
+            EncodeConfig(tables, folder, bert, embed=JOINT_CONFIG), say=lines.append
+        )
     return Encoded(folder, manifests, lines)
 
 
@@ -256,7 +258,7 @@ def test_the_stored_tokens_of_documents_give_the_same_embeddings(
 def test_towers_start_at_a_published_encoder(tables: str, tmp_path: Path) -> None:
     text = str(tmp_path / "text")
     config = TextConfig(max_tokens=24, pooling="mean")
-    encode_log(tables, text, "minilm", config, say=str)
+    encode_log(EncodeConfig(tables, text, "minilm", embed=config), say=str)
     towers = {"pretrained": "minilm", "item_tower": "minilm"}
     run = build_training(
         {"name": "hllm", **towers}, FitConfig(batch_size=4), Inputs(tables, text=text)
@@ -286,11 +288,7 @@ def test_an_encoding_that_is_up_to_date_is_not_repeated(
     lines: list[str] = []
 
     manifests = encode_log(
-        tables,
-        encoded.folder,
-        bert,
-        JOINT_CONFIG,
-        say=lines.append,
+        EncodeConfig(tables, encoded.folder, bert, embed=JOINT_CONFIG), say=lines.append
     )
 
     assert {name: manifest.hash for name, manifest in manifests.items()} == {
@@ -364,7 +362,9 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
 
     said: list[str] = []
     text = str(tmp_path / "text")
-    manifests = encode_log(tables, text, "tfidf", TextConfig(svd=1), say=said.append)
+    manifests = encode_log(
+        EncodeConfig(tables, text, "tfidf", embed=TextConfig(svd=1)), say=said.append
+    )
 
     assert manifests.keys() == {"items", "queries", "pairs"}
     assert "1 without a known word" in " ".join(said)
@@ -443,7 +443,7 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
     text = str(tmp_path / "text")
     name = request.getfixturevalue("bert") if encoder == "bert" else encoder
     config = TextConfig(max_tokens=24, svd=12, query_condition=query_condition)  # type: ignore[arg-type]
-    encode_log(tables, text, name, config, say=str)
+    encode_log(EncodeConfig(tables, text, name, embed=config), say=str)
     model = serve_qgs(tables, text, tmp_path, query_condition)
     rows = build_request_rows(tables)
 

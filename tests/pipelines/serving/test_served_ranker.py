@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 
 from core.files import join
 from core.tables import read_manifest
-from pipelines.encode.config import TextConfig
+from pipelines.encode.config import EncodeConfig, TextConfig
 from pipelines.encode.texts import encode_log
 from pipelines.serving import package
 from tests.fixtures.actions_tables import write_actions
@@ -225,7 +225,7 @@ def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
     """
     tables = write_actions(tmp_path, viewers=True, content=True)
     text = str(tmp_path / "text")
-    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
+    encode_log(EncodeConfig(tables, text, "tfidf", embed=TextConfig(svd=4)), say=str)
     items = read_rows(tables, "items")
     new_items = build_new_items(items)
     register_ranker(tmp_path, name, tables, text, **options)

@@ -284,7 +284,6 @@ def test_a_finished_run_continues_for_more_epochs(training: Training) -> None:
 
     longer = training.train("longer", ray=ONE_WORKER)
 
-    assert (first.epochs, longer.epochs) == (2, FIT.max_epochs)
     assert longer.run == first.run
     run = tracking.connect(longer.run.uri).get_run(longer.run.run_id)
     assert run.info.status == "FINISHED"

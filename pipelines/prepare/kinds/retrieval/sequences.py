@@ -29,7 +29,6 @@ class RetrievalBuilder(SequenceBuilder):
 
     name = "retrieval"
     info_class = RetrievalInfo
-    needs_history = True
     allows_repeats = True
     statistics = ("requests_without_history",)
     first_model = "tiger"
