@@ -224,8 +224,8 @@ def plan_extra(
     from pipelines.encode.extend import make_sids
     from pipelines.encode.texts import encode_log
 
-    raw, folders = Path(config.data or ""), {"tables": str(home / "tables")}
-    folders["output"] = str(home / extra)
+    raw = Path(config.data or "")
+    folders: dict[str, Any] = {"tables": f"{home}/tables", "output": f"{home}/{extra}"}
     published = sorted([*raw.glob("*index*.json*"), *raw.glob("published_sids.csv*")])
     if extra == "text" and items.info.texts:
         encode = EncodeConfig(**folders, encoder=config.encoder)
