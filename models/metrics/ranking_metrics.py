@@ -176,6 +176,21 @@ class Histogram:
     """Counts of the batches; `merge` adds them up."""
 
     @classmethod
+    def by_group(cls, logits: Tensor, labels: Tensor, group: Tensor) -> Self:
+        """Count the candidates of a batch, for `auc_within_groups`.
+
+        Args:
+            logits: (N,) logits without NaN, which are compared in single precision.
+            labels: (N,) labels, true or false.
+            group: (N,) numbers of the groups, from 0.
+        """
+        bits = (logits.float() + 0.0).view(torch.int32)
+        ascending = bits ^ (bits >> 31 & 0x7FFF_FFFF)  # as in `from_logits`
+        positive = labels.double()
+        counts = torch.stack([1 - positive, positive])
+        return cls((HistogramChunk((group << 32) + ascending, counts, 0),))
+
+    @classmethod
     def from_logits(cls, logits: Tensor, labels: Tensor) -> Self:
         """Count the candidates of a batch.
 
@@ -245,6 +260,29 @@ class Histogram:
         auc = (ordered_pairs + tied_pairs / 2) / num_pairs
         error = tied_pairs / 2 / num_pairs if merged.dropped_bits else 0.0
         return auc, error
+
+    def auc_within_groups(self) -> float:
+        """Return the share of ordered pairs among the pairs of one group.
+
+        The counts are those of `by_group`. Ties count as half. The share is NaN for a
+        single group, or without a pair of a positive and a negative.
+        """
+        (merged,) = self.merge().chunks
+        negatives, positives = merged.counts  # (n,) each, by group, then by logit
+        bits = 32 - merged.dropped_bits
+        group = (merged.keys + (1 << bits - 1)) >> bits
+        _, index = group.unique_consecutive(return_inverse=True)
+        negatives_below = negatives.cumsum(0) - negatives
+        # of each group's first logit
+        begin = torch.searchsorted(index, index)
+        negatives_below = negatives_below - negatives_below[begin]
+        num_groups = int(index.max()) + 1 if len(index) else 0
+        totals = negatives.new_zeros(2, num_groups).index_add(1, index, merged.counts)
+        num_pairs = float((totals[0] * totals[1]).sum())
+        if num_groups < 2 or not num_pairs:
+            return math.nan
+        ordered_pairs = (positives * (negatives_below + negatives / 2)).sum()
+        return float(ordered_pairs) / num_pairs
 
 
 def ranking_sums(

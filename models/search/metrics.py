@@ -7,10 +7,15 @@ Metrics of the first label have plain names; names of other labels' metrics begi
 the label. Candidates are ranked without the position at which they were shown. Models
 whose training reads the position are measured with it as well, under `with_position/`.
 A label with a mask is measured where the mask is true.
+
+An evaluation also has `gauc_within_positions`, which compares the candidates of all
+searches that were shown at the same position. The shown order has 0.5. It is absent if
+the log has no positions.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import (
     EXAMPLES,
     METRIC_NAMES,
+    Histogram,
     ranking_means,
     ranking_sums,
     request_auc,
@@ -29,6 +35,9 @@ from models.search.batch import SearchBatch
 
 SHOWN: tuple[str, ...] = ("gauc", "auc")
 """Metrics of a training's best epoch that are printed."""
+
+WITHIN_POSITIONS = "gauc_within_positions"
+"""Metric, and key of the sums from which it is computed."""
 
 WITH_POSITION = "with_position/"
 """Prefix of metrics of a ranking that reads the shown position."""
@@ -40,7 +49,8 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
     Args:
         model: Search model.
         batch: Batch of the evaluated split.
-        by_user: Also return the GAUC of every `by_user`-th user; 0 for none.
+        by_user: Also return the GAUC of every `by_user`-th user, and the sums of
+            `gauc_within_positions`; 0 for none.
     """
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(batch.request_row)), dtype=torch.float64)
@@ -60,6 +70,10 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
                 label_logits, labels, request, prefix, model.correction
             )
             if by_user and not prefix:
+                position = batch.candidate_position[candidates]
+                sums[WITHIN_POSITIONS] = Histogram.by_group(
+                    label_logits, labels, position.clamp(min=0)
+                )
                 auc, _ = request_auc(label_logits, labels, request)
                 user = batch.user_row[batch.request_row[: len(auc)]]
                 sums[f"{PER_USER_PREFIX}gauc"] = PerUserValues.from_batch(
@@ -84,11 +98,15 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for prefix in prefixes:
         metrics |= ranking_means(sums, prefix)
+    if WITHIN_POSITIONS in sums:
+        within = sums[WITHIN_POSITIONS].auc_within_groups()
+        if not math.isnan(within):
+            metrics[WITHIN_POSITIONS] = within
     return metrics
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
     """Format the metrics of every label."""
     return ranking_metrics.summarize(
-        metrics, ("gauc", "auc", "log_loss", "normalised_entropy")
+        metrics, ("gauc", WITHIN_POSITIONS, "auc", "log_loss", "normalised_entropy")
     )

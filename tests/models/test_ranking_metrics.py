@@ -48,6 +48,28 @@ def draw_requests(
     return torch.tensor(scores), torch.tensor(labels), torch.tensor(request)
 
 
+def test_auc_within_groups_counts_the_pairs_of_one_group_over_all_batches():
+    scores, labels, group = draw_requests(3)
+    batches = [
+        Histogram.by_group(scores[rows], labels[rows], group[rows] % 5)
+        for rows in torch.arange(len(scores)).chunk(4)
+    ]
+    pairs = [
+        (scores[a] > scores[b]) + 0.5 * (scores[a] == scores[b])
+        for a in labels.nonzero()
+        for b in (~labels).nonzero()
+        if group[a] % 5 == group[b] % 5
+    ]
+
+    auc = sum(batches).auc_within_groups()
+
+    assert auc == pytest.approx(float(torch.cat(pairs).mean()))
+    copied = Histogram.by_group(group % 5 * 1.0, labels, group % 5)
+    assert copied.auc_within_groups() == 0.5
+    one_group = Histogram.by_group(scores, labels, torch.zeros_like(group))
+    assert math.isnan(one_group.auc_within_groups())
+
+
 @settings(max_examples=50)
 @given(st.integers(0, 10_000))
 def test_auc_of_a_request_is_the_share_of_ordered_pairs(seed):
