@@ -248,7 +248,6 @@ def open_table(uri: str, info_class: type[Info]) -> Table[Info]:
 def read_parquet(
     uri: str,
     columns: list[str] | None = None,
-    dictionary: Iterable[str] = (),
 ) -> pa.Table:
     """Read one Parquet file, and verify the hash in its name.
 
@@ -257,7 +256,6 @@ def read_parquet(
     Args:
         uri: Path or URI of the file.
         columns: Columns to return; None for all.
-        dictionary: Columns to return dictionary-encoded.
     """
     filesystem, path = open_uri(uri)
     part = PART.fullmatch(posixpath.basename(path))
@@ -266,9 +264,7 @@ def read_parquet(
             content = file.read_buffer()
         if part and hashlib.sha256(content).hexdigest()[: len(part[1])] != part[1]:
             raise UserError(f"{uri} is damaged: its content does not match its name")
-        parquet = pq.ParquetFile(
-            pa.BufferReader(content), read_dictionary=list(dictionary)
-        )
+        parquet = pq.ParquetFile(pa.BufferReader(content))
         check_plain_types(parquet.schema_arrow, uri)
         return parquet.read(columns=columns)
     except (pa.ArrowException, OSError) as error:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 from pyarrow import fs
 
@@ -215,6 +216,11 @@ class Run:
         for line in rejected.lines():
             self.report(f"rejects{rows}: {line}")
         rejected.check(self.config.max_rejects, rows)
+
+    def read_items(self, *columns: str) -> pl.DataFrame:
+        """Return ids, indices and other columns of the items."""
+        items = self.tables.current("items").read(["item_id", "item_index", *columns])
+        return pl.DataFrame(items)
 
     def split_inputs(self, events: Table) -> list[Any]:
         """Return the inputs of the split's cut times, as manifests record them."""

@@ -27,16 +27,15 @@ from core.errors import UserError, pluralize
 from core.files import join, open_uri
 from core.schemas import REJECTS, EventsInfo, Match, PartitionInfo, RejectsInfo
 from core.tables import Part, Table, read_parquet, write_part
-from pipelines.prepare.events.columns import dictionary_column, user_keys
-from pipelines.prepare.events.event_stats import (
+from pipelines.prepare.events.parts import (
+    LOG_PLACE,
     EventStats,
     PartStats,
     merge_stats,
+    order_events,
     part_stats,
     read_stats,
 )
-from pipelines.prepare.events.matching import WARN_BELOW, check_matched, matched_share
-from pipelines.prepare.events.order_events import LOG_PLACE, order_events
 from pipelines.prepare.executor import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.read import FilePart, split_file
@@ -53,6 +52,9 @@ EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}
 MAX_REJECT_SHARE = 0.5
 """Share of rejected rows above which the mapping is considered wrong at once."""
 
+WARN_BELOW = 0.9
+"""Share of matched ids below which a warning is printed."""
+
 DUPLICATES_WORD = {"drop": "dropped", "keep": "kept"}
 
 LoadStats = Callable[[], EventStats]
@@ -68,6 +70,41 @@ def count_partitions(uris: list[str]) -> int:
         suffix = uri.rsplit(".", 1)[-1].lower()
         text_bytes += filesystem.get_file_info(path).size * EXPANSION.get(suffix, 1)
     return max(1, math.ceil(text_bytes / BYTES_PER_PARTITION))
+
+
+def matched_share(match: Match) -> float:
+    """Return the smaller of the matched shares of ids and of events, 1 without ids."""
+    if not match.ids:
+        return 1.0
+    of_ids = match.ids_matched / match.ids
+    return min(of_ids, match.events_matched / max(match.events, 1))
+
+
+def check_matched(
+    match: Match, noun: str, min_matched: float, report: Callable[[str], None]
+) -> None:
+    """Warn if few ids of the events have a row in their files.
+
+    Args:
+        match: Counts of ids.
+        noun: Kind of the ids: `item` or `user`.
+        min_matched: Minimum share of ids, and of events, with a row.
+        report: Prints a line.
+    """
+    share = matched_share(match)
+    if share >= max(min_matched, WARN_BELOW) or not match.ids:
+        return
+    share_of_ids = match.ids_matched / match.ids
+    share_of_events = match.events_matched / max(match.events, 1)
+    line = (
+        f"{match.ids_matched:,} of {match.ids:,} {noun}s ({share_of_ids:.1%}), with "
+        f"{share_of_events:.1%} of the events, have a row in the {noun} files: events "
+        f"have {', '.join(map(repr, match.unmatched)) or 'none'}, the {noun} files "
+        f"{', '.join(map(repr, match.others)) or 'none'}"
+    )
+    if share < min_matched:
+        raise UserError(f"{line}, below min_matched {min_matched:g}")
+    report(f"warning: {line}")
 
 
 # The step: which files to read, and what the manifests record.
@@ -378,7 +415,9 @@ def read_piece(
             reject_parts.append(write_part(rejects_uri, block.rejects))
         missing.append(block.missing)
         num_events += block.rows.num_rows
-        partition = user_keys(block.rows["user_id"]) % partitions
+        # 63-bit hashes that are the same in every process
+        hashes = pl.Series(block.rows["user_id"]).hash(seed=0).to_numpy()
+        partition = (hashes >> np.uint64(1)) % np.uint64(partitions)
         rows = block.rows.append_column(KEY, pa.array(partition.astype(np.int32)))
         if LOG_PLACE in schema.names:
             # Values start at 1 << 40, above the positions of events in existing parts.
@@ -433,7 +472,7 @@ def write_partition(
         rows = pa.concat_tables([old_rows, rows])
         old_duplicates = 0 if keep_duplicates else info.duplicates
     events, duplicates = order_events(rows, schema, keep_duplicates)
-    user = dictionary_column(events, "user_id")
+    user = events["user_id"].combine_chunks()
     return WrittenPartition(
         part=write_part(events_uri, events),
         info=PartitionInfo(
@@ -443,7 +482,7 @@ def write_partition(
             matched=_match_users(user, users),
         ),
         received=received,
-        stats=part_stats(events, behaviour),
+        stats=part_stats(pl.DataFrame(events), behaviour),
     )
 
 

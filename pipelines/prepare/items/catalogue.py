@@ -15,8 +15,7 @@ from core.errors import UserError
 from core.files import join, open_uri, write_file
 from core.schemas import ItemsInfo, Match, Split, items_schema
 from core.tables import Table, write_part
-from pipelines.prepare.events.build_events import LoadStats
-from pipelines.prepare.events.matching import check_matched
+from pipelines.prepare.events.build_events import LoadStats, check_matched
 from pipelines.prepare.items.k_core import core_items
 from pipelines.prepare.reading.reader import read_section
 from pipelines.prepare.run import Run

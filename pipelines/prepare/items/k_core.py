@@ -10,17 +10,12 @@ import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError
-from pipelines.prepare.events.columns import (
-    Vocabulary,
-    bool_column,
-    dictionary_column,
-    encode_ids,
-    known_columns,
-    known_times,
+from pipelines.prepare.events.parts import (
+    EventStats,
+    is_behaviour,
     label_columns,
-    read_part,
+    read_events,
 )
-from pipelines.prepare.events.event_stats import EventStats
 from pipelines.prepare.executor import Executor
 
 
@@ -53,8 +48,8 @@ def core_items(
     if core == 1 and before_ms is None:
         return stats.items, 0
     ids = stats.items["id"]
-    vocabulary = executor.put(Vocabulary.from_ids(ids.to_arrow()))
-    shared = (stats.behaviour, stats.is_late, before_ms, vocabulary)
+    items = executor.put(ids.to_frame("item_id").with_row_index("item"))
+    shared = (stats.behaviour, stats.is_late, before_ms, items)
     parts = list(executor.submit(_read_pairs, [(uri,) for uri in stats.parts], shared))
     is_in_core = np.ones(len(ids), dtype=bool)
     is_always_kept = np.zeros(len(ids), dtype=bool)
@@ -82,22 +77,17 @@ def _read_pairs(
     behaviour: str | None,
     is_late: bool,
     before_ms: int | None,
-    items: Vocabulary,
+    items: pl.DataFrame,
     uri: str,
 ) -> pa.Table:
     """Read the user and the item of each counted behaviour of a part."""
-    columns = ["user_id", "item_id", *label_columns(behaviour)]
+    columns = ["user_id", "item_id", "timestamp_ms", *label_columns(behaviour, is_late)]
+    events = read_events(uri, columns).filter(is_behaviour(behaviour))
     if before_ms is not None:
-        columns += ["timestamp_ms", *known_columns(behaviour, is_late)]
-    table = read_part(uri, columns)
-    is_counted = np.ones(table.num_rows, dtype=bool)
-    if behaviour:
-        is_counted = bool_column(table, f"label_{behaviour}")
-    if before_ms is not None:
-        is_counted = is_counted & (known_times(table, behaviour) < before_ms)
-    user = dictionary_column(table, "user_id").indices.to_numpy()[is_counted]
-    item = encode_ids(dictionary_column(table, "item_id"), items)[is_counted]
-    return pa.table({"user": pa.array(user, pa.int32()), "item": item})
+        known = pl.coalesce(*label_columns(behaviour, is_late)[1:], "timestamp_ms")
+        events = events.filter(known < before_ms)
+    pairs = events.join(items, on="item_id", maintain_order="left")
+    return pairs.select(user=pl.col("user_id").rle_id(), item="item").to_arrow()
 
 
 def _count_items(is_in_core: np.ndarray, core: int, pairs: pa.Table) -> pl.DataFrame:

@@ -8,11 +8,8 @@ their values from it. Each task has the whole table in memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import polars as pl
-import pyarrow as pa
 
 from core.errors import UserError
 from core.schemas import AsOfInfo
@@ -22,9 +19,6 @@ from pipelines.prepare.run import Run
 
 PREFIX = "as_of_"
 """Prefix of the names of the tables."""
-
-BEFORE_ALL_MS = -(2**62)
-"""A time before any event."""
 
 
 def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
@@ -60,60 +54,36 @@ def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
     return tables
 
 
-@dataclass(frozen=True)
-class AsOfTable:
-    """A table of features with times, which is joined to events."""
-
-    name: str
-    """Name of the table."""
-    key: str
-    """Column of events with the ids, `item_id` or `user_id`."""
-    rows: pa.Table
-    """Columns `key`, `timestamp_ms` and the features, sorted by key and time."""
-
-
-def read_items(run: Run, columns: list[str]) -> list[AsOfTable]:
-    """Return item features as a table whose rows precede all events.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        columns: Columns of `items`; without any, there is no table.
-    """
-    if not columns:
-        return []
-    items = run.tables.current("items").read(["item_id", *columns])
-    time = pa.repeat(pa.scalar(BEFORE_ALL_MS, pa.int64()), len(items))
-    return [AsOfTable("items", "item_id", items.add_column(1, "timestamp_ms", time))]
-
-
 def join_as_of(
-    events: pl.DataFrame, tables: Iterable[AsOfTable], count: Counter[str]
+    events: pl.DataFrame,
+    tables: dict[str, tuple[str, pl.DataFrame]],
+    count: Counter[str],
 ) -> pl.DataFrame:
     """Join the features of the latest row of each table strictly before `as_of`.
 
     Args:
         events: Events with ids and the column `as_of`, a time in ms.
-        tables: Tables to join.
+        tables: The column of ids (`item_id` or `user_id`) and the rows of each table,
+            sorted by id and time.
         count: Counter that the numbers of events without an earlier row, whose features
             are null, are added to, by table, in place.
     """
-    for table in tables:
-        rows = pl.DataFrame(pl.from_arrow(table.rows)).rename({"timestamp_ms": "since"})
-        points = events.select(pl.col(table.key).cast(pl.String), "as_of")
+    for name, (key, rows) in tables.items():
         joined = (
-            points.with_row_index("row")
+            events.select(key, "as_of")
+            .with_row_index("row")
             .sort("as_of")
             .join_asof(
-                rows.with_columns(is_found=True),
+                rows.rename({"timestamp_ms": "since"}).with_columns(is_found=True),
                 left_on="as_of",
                 right_on="since",
-                by=table.key,
+                by=key,
                 allow_exact_matches=False,
                 check_sortedness=False,
             )
             .sort("row")
         )
-        count[f"nothing_of_{table.name}"] += joined["is_found"].null_count()
+        count[f"nothing_of_{name}"] += joined["is_found"].null_count()
         events = events.hstack(joined.select(rows.columns[2:]))
     return events
 

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -36,29 +35,25 @@ from core.schemas import (
 )
 from core.splits import SPLITS
 from core.tables import Part, Table, write_part
-from pipelines.prepare.events.columns import (
-    USER_AND_ITEM,
-    count_pairs,
-    dictionary_column,
-    encode_ids,
-    read_part,
-)
+from pipelines.prepare.events.parts import is_behaviour, read_events
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.as_of import (
     PREFIX,
-    AsOfTable,
     join_as_of,
     make_as_of_tables,
     report_missing,
 )
-from pipelines.prepare.sequences.counts import KeyCounter, count_in_buckets
+from pipelines.prepare.sequences.counts import (
+    KeyCounter,
+    Lookups,
+    count_in_buckets,
+)
 from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
     describe_features,
     feature_columns,
 )
-from pipelines.prepare.sequences.lookups import Lookups, read_catalogue
 from pipelines.prepare.sequences.splits import assign_splits, count_splits
 from pipelines.prepare.settings.config import PrepareConfig, SequencesConfig
 
@@ -127,8 +122,6 @@ class SequenceBuilder(ABC):
     suggested for a first training."""
     simulated_source: ClassVar[str]
     """Name of the mapping file that reads simulated logs."""
-    ids: ClassVar[tuple[str, ...]] = USER_AND_ITEM
-    """Columns that are read as dictionary arrays."""
 
     source: Log
     """Mapping from the columns of the raw files to events and items."""
@@ -178,30 +171,22 @@ class SequenceBuilder(ABC):
 
     # Steps of a part, in tasks.
 
-    def open_events(self, table: pa.Table, lookups: Lookups) -> pl.DataFrame:
+    def open_events(self, events: pl.DataFrame, lookups: Lookups) -> pl.DataFrame:
         """Return the events of a part with indices of their row, user, item and query.
 
         `known` is the time from which an event, as a behaviour, is in histories. An
         item outside the catalogue and a missing query have the index -1.
         """
-        user = dictionary_column(table, "user_id")
-        item = encode_ids(dictionary_column(table, "item_id"), lookups.catalogue)
-        query = np.zeros(0, np.int32)
-        if lookups.queries is not None:
-            query = encode_ids(dictionary_column(table, "query"), lookups.queries)
-        events = pl.DataFrame(pl.from_arrow(table)).with_row_index("row")
-        known = pl.col("timestamp_ms")
-        if f"known_{self.config.behaviour}" in events.columns:
-            known = pl.coalesce(f"known_{self.config.behaviour}", "timestamp_ms")
-        events = events.with_columns(
-            pl.Series("item_index", item),
-            user=pl.Series(user.indices).rle_id().set_sorted(),
-            known=known,
+        known = [name for name in (f"known_{self.config.behaviour}",) if name in events]
+        events = events.with_row_index("row").with_columns(
+            user=pl.col("user_id").rle_id().set_sorted(),
+            known=pl.coalesce(*known, "timestamp_ms"),
             as_of="timestamp_ms",
         )
-        if lookups.queries is not None:
-            events = events.with_columns(pl.Series("query_index", query))
-        return events
+        for name, rows in (("item_id", lookups.items), ("query", lookups.queries)):
+            if rows is not None:
+                events = events.join(rows, on=name, how="left", maintain_order="left")
+        return events.with_columns(pl.col("^(item|query)_index$").fill_null(-1))
 
     def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
         """Set `as_of`, the time in ms as of which features of an event are taken."""
@@ -216,10 +201,7 @@ class SequenceBuilder(ABC):
     @property
     def is_behaviour(self) -> pl.Expr:
         """Whether an event is a behaviour."""
-        is_inside = pl.col("item_index") >= 0
-        if self.config.behaviour is None:
-            return is_inside
-        return is_inside & pl.col(f"label_{self.config.behaviour}").fill_null(False)
+        return (pl.col("item_index") >= 0) & is_behaviour(self.config.behaviour)
 
     def select_behaviours(
         self, events: pl.DataFrame, count: Counter[str]
@@ -272,7 +254,7 @@ class SequenceBuilder(ABC):
         fields = self.output.field("requests").type.value_type
         struct = pl.struct([column.name for column in fields])
         return requests.group_by("user", maintain_order=True).agg(
-            pl.first("user_id").cast(pl.String), requests=struct
+            pl.first("user_id"), requests=struct
         )
 
     def join_history(
@@ -294,21 +276,22 @@ class SequenceBuilder(ABC):
         return None
 
     def build(
-        self, table: pa.Table, lookups: Lookups, counted: pa.Table | None = None
+        self, events: pl.DataFrame, lookups: Lookups, counted: pa.Table | None = None
     ) -> BuiltPart:
         """Build the sequences of one events part.
 
         Args:
-            table: Rows of `read_part` with the columns `columns`.
+            events: Events of the part, with the columns `columns`.
             lookups: Tables that every part looks up.
             counted: Features of the events, for `KeyCounter.gather`; None if nothing is
                 counted.
         """
         count: Counter[str] = Counter()
-        if not table.num_rows:
+        if not events.height:
             return BuiltPart(self.output.empty_table(), count)
-        events = self.add_times(self.open_events(table, lookups))
-        events = join_as_of(events, lookups.as_of, count)
+        events = self.add_times(self.open_events(events, lookups))
+        if lookups.as_of:
+            events = join_as_of(events, lookups.as_of, count)
         events = self.add_features(events, counted)
         behaviours = self.select_behaviours(events, count)
         requests = self.form_requests(events, behaviours, count)
@@ -330,10 +313,11 @@ class SequenceBuilder(ABC):
         rows = rows.join(histories, on="user", how="left", maintain_order="left")
         rows = rows.with_columns(pl.col(lists).fill_null([])).select(self.output.names)
 
-        user, item = behaviours["user"].to_numpy(), behaviours["item_index"].to_numpy()
         is_tied = (pl.col("known").diff() == 0) & (pl.col("user").rle_id().diff() == 0)
         count["tied_rows"] = behaviours.select(is_tied.sum()).item()
-        count["pairs"] = count_pairs(user, item)
+        # a user is in one part only, so the pairs of all parts are summed
+        pair = pl.col("user").cast(pl.Int64) * 2**32 + pl.col("item_index")
+        count["pairs"] = behaviours.select(pair.n_unique()).item()
         count["users"] = rows.height
         count["interactions"] = behaviours.height
         lengths = rows["item_index"].list.len()
@@ -352,11 +336,12 @@ class SequenceBuilder(ABC):
         return self
 
     def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
-        """Return the ids and tables that every part looks up."""
-        tables = [
-            AsOfTable(n, table.info.key, table.read()) for n, table in as_of.items()
-        ]
-        return Lookups(read_catalogue(run), as_of=tuple(tables))
+        """Return the items and tables that every part looks up."""
+        tables = {
+            name: (table.info.key, pl.DataFrame(table.read()))
+            for name, table in as_of.items()
+        }
+        return Lookups(run.read_items(), as_of=tables)
 
     def create_counter(self, run: Run) -> KeyCounter | None:
         """Return the counter of events; the base class counts nothing."""
@@ -478,8 +463,7 @@ def _build_and_write(
     counted: pa.Table | None = None,
 ) -> BuiltPart:
     """Build and write the sequences of an events part, and return their statistics."""
-    events = read_part(uri, builder.columns, builder.ids)
-    built = builder.build(events, lookups, counted)
+    built = builder.build(read_events(uri, builder.columns), lookups, counted)
     assert isinstance(built.rows, pa.Table)
     written = write_part(sequences_uri, built.rows) if built.rows.num_rows else None
     return BuiltPart(written, built.count, built.training)

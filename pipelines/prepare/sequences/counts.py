@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.prepare.executor import KEY, Call, Exchange, Executor, Shared, fetch
-from pipelines.prepare.sequences.lookups import Lookups
 
 ROWS_PER_BUCKET = 2_000_000
 """Mean number of rows per bucket, which take a few hundred MB. All events of one key
@@ -119,6 +118,18 @@ def count_features(
     rates /= counts[:, :, :1] + strength
     values = np.concatenate([logarithms, rates], axis=2)
     return values.reshape(len(counts), -1)
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """Tables that every part looks up, which are stored once for all tasks."""
+
+    items: pl.DataFrame
+    """`item_id`, `item_index`, and attributes and features of items."""
+    queries: pl.DataFrame | None = None
+    """`query` and `query_index`; None for kinds without queries."""
+    as_of: dict[str, tuple[str, pl.DataFrame]] = field(default_factory=dict)
+    """Column of ids, and rows, of each table with times that is joined to events."""
 
 
 class KeyCounter(ABC):

@@ -12,10 +12,15 @@ import polars as pl
 from core.errors import UserError
 from core.schemas import Split
 from core.splits import SPLITS
-from pipelines.prepare.events.columns import label_columns, read_part
-from pipelines.prepare.events.event_stats import HOUR_MS, EventStats
+from pipelines.prepare.events.parts import (
+    DAY_MS,
+    HOUR_MS,
+    EventStats,
+    is_behaviour,
+    label_columns,
+    read_events,
+)
 from pipelines.prepare.executor import Executor
-from pipelines.prepare.reading.durations import DAY_MS
 from pipelines.prepare.settings.split import SplitConfig
 
 TIE_SEED = 0
@@ -87,10 +92,8 @@ def nth_times(stats: EventStats, ranks: list[int], executor: Executor) -> list[i
 
 def _times_in_hours(behaviour: str | None, hours: list[int], uri: str) -> pl.DataFrame:
     """Count the behaviours of a part at each time within some hours."""
-    table = read_part(uri, ["timestamp_ms", *label_columns(behaviour)], ())
-    events = pl.DataFrame(pl.from_arrow(table))
-    if behaviour:
-        events = events.filter(pl.col(f"label_{behaviour}").fill_null(False))
+    events = read_events(uri, ["timestamp_ms", *label_columns(behaviour)])
+    events = events.filter(is_behaviour(behaviour))
     hour = pl.col("timestamp_ms") // HOUR_MS * HOUR_MS
     return events.filter(hour.is_in(hours)).group_by("timestamp_ms").len("count")
 

@@ -12,11 +12,9 @@ import pyarrow as pa
 
 from core.options import build
 from core.schemas import LogInfo, Split
-from pipelines.prepare.events.columns import Vocabulary
-from pipelines.prepare.kinds.actions.features import IDS
 from pipelines.prepare.kinds.actions.sequences import ActionsBuilder
 from pipelines.prepare.reading.log import parse_log
-from pipelines.prepare.sequences.lookups import Lookups
+from pipelines.prepare.sequences.counts import Lookups
 from pipelines.prepare.settings.actions import ActionsConfig, Input, Task
 from tests.fixtures.commands import read_config
 
@@ -77,11 +75,8 @@ def compute_features(disliked_hour: int) -> np.ndarray:
         for hour in range(17)
     ]
     events = pa.Table.from_pylist(rows, schema=SCHEMA).select(builder.columns)
-    for number, name in enumerate(IDS):
-        codes = events[name].combine_chunks().dictionary_encode()
-        events = events.set_column(number, name, codes)
-    lookups = Lookups(Vocabulary.from_ids(pa.array(CATALOGUE)))
-    table = builder.build(events, lookups).rows
+    items = pl.DataFrame({"item_id": CATALOGUE}).with_row_index("item_index")
+    table = builder.build(pl.DataFrame(events), Lookups(items)).rows
     assert isinstance(table, pa.Table)
     return np.array(table.to_pylist()[0]["features"])
 

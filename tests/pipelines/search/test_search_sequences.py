@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 
 from core.files import join
 from core.schemas import Split
 from core.tables import read_manifest, write_part
-from pipelines.prepare.events.columns import Vocabulary, read_part
+from pipelines.prepare.events.parts import read_events
 from pipelines.prepare.kinds.search.sequences import SearchBuilder
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import parse_log
 from pipelines.prepare.reading.times import Time
-from pipelines.prepare.sequences.lookups import Lookups
+from pipelines.prepare.sequences.counts import Lookups
 from tests.fixtures.commands import read_config
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
 
@@ -40,7 +41,8 @@ MAPPING: dict[str, Any] = {
 SCHEMA = parse_log(MAPPING).schema
 CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
 LOOKUPS = Lookups(
-    Vocabulary.from_ids(pa.array(CATALOGUE)), Vocabulary.from_ids(pa.array(QUERIES))
+    pl.DataFrame({"item_id": CATALOGUE}).with_row_index("item_index"),
+    pl.DataFrame({"query": QUERIES}).with_row_index("query_index"),
 )
 SORT_KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 
@@ -52,11 +54,13 @@ def make_builder(**mapping: Any) -> SearchBuilder:
     return SearchBuilder(source, read_config(settings), Split("leave_last_out"))
 
 
-def write_events(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
+def write_events(
+    rows: list[dict], folder: str, schema: pa.Schema = SCHEMA
+) -> pl.DataFrame:
     """Write rows as a part of `events` and read it back."""
     rows = sorted(rows, key=lambda row: tuple(row[name] for name in SORT_KEY))
     part = write_part(folder, pa.Table.from_pylist(rows, schema=schema))
-    return read_part(join(folder, part.path), None, SearchBuilder.ids)
+    return read_events(join(folder, part.path), schema.names)
 
 
 def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:

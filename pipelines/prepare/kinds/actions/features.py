@@ -19,14 +19,14 @@ import polars as pl
 import pyarrow as pa
 
 from core.schemas import Split
-from pipelines.prepare.events.columns import dictionary_column, encode_ids, read_part
+from pipelines.prepare.events.parts import read_events
 from pipelines.prepare.sequences.counts import (
     Columns,
     KeyCounter,
+    Lookups,
     count_features,
     window_counts,
 )
-from pipelines.prepare.sequences.lookups import Lookups
 from pipelines.prepare.settings.actions import ITEM, USER, ActionsConfig
 
 IDS = ("user_id", "item_id")
@@ -82,14 +82,12 @@ class ActionsCounter(KeyCounter):
     ) -> tuple[list[np.ndarray], pl.DataFrame]:
         """Read the items or attributes, times and labels of a part's events."""
         labels = [f"label_{name}" for name in self.config.labels]
-        table = read_part(uri, [*IDS, "timestamp_ms", *labels], IDS)
-        item = encode_ids(dictionary_column(table, "item_id"), lookups.catalogue)
-        # item -1 takes the appended -1
-        keys = [
-            item if name == ITEM else np.append(lookups.attributes[name], -1)[item]
-            for name in self.keys
-        ]
-        events = pl.DataFrame(pl.from_arrow(table))
+        events = read_events(uri, [*IDS, "timestamp_ms", *labels])
+        events = events.join(
+            lookups.items, on="item_id", how="left", maintain_order="left"
+        )
+        columns = ["item_index" if key == ITEM else f"key_{key}" for key in self.keys]
+        keys = [events[column].fill_null(-1).to_numpy() for column in columns]
         columns = events.select(
             pl.Series("counted_labels", counted_labels(events, self.config)),
             *(pl.Series(f"key_{index}", key) for index, key in enumerate(keys)),

@@ -18,7 +18,6 @@ from typing import Any, Self
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize, raise_first
 from core.schemas import (
@@ -30,7 +29,7 @@ from core.schemas import (
 )
 from core.splits import SPLITS
 from core.tables import Table
-from pipelines.prepare.events.columns import read_part
+from pipelines.prepare.events.parts import read_events
 from pipelines.prepare.kinds.actions.features import IDS, ActionsCounter, count_time
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_feed
 from pipelines.prepare.reading.log import Log
@@ -39,14 +38,13 @@ from pipelines.prepare.sequences.builder import (
     BuiltTable,
     SequenceBuilder,
 )
-from pipelines.prepare.sequences.counts import KeyCounter
+from pipelines.prepare.sequences.counts import KeyCounter, Lookups
 from pipelines.prepare.sequences.custom_features import (
     CATEGORY,
     TrainingValues,
     describe_features,
     plain_name,
 )
-from pipelines.prepare.sequences.lookups import Lookups, read_catalogue
 from pipelines.prepare.sequences.splits import (
     assign_splits,
     count_splits,
@@ -174,7 +172,7 @@ class ActionsBuilder(SequenceBuilder):
         """Return `train_end` and `val_end` of each user: events before the two cuts."""
         split = pl.col("split")
         users = requests.group_by("user", maintain_order=True).agg(
-            pl.first("user_id").cast(pl.String),
+            pl.first("user_id"),
             train_end=(split == "train").sum().cast(pl.Int32),
             val_end=(split != "test").sum().cast(pl.Int32),
             test_end=pl.len().cast(pl.Int32),
@@ -239,14 +237,14 @@ class ActionsBuilder(SequenceBuilder):
 
     def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
         """Return the ids, the joined tables and the attributes of items."""
-        codes: dict[str, np.ndarray] = {}
-        for name in self.counter.keys:
-            if name != ITEM:
-                column = f"cat_{name}"
-                items = run.tables.current("items").read([column])
-                values = items[column].combine_chunks().dictionary_encode()
-                codes[name] = pc.fill_null(values.indices, -1).to_numpy()
-        return replace(super().read_lookups(run, as_of), attributes=codes)
+        names = [name for name in self.counter.keys if name != ITEM]
+        items = run.read_items(*(f"cat_{name}" for name in names))
+        codes = {
+            f"key_{name}": pl.col(f"cat_{name}").rank("dense").cast(pl.Int32)
+            for name in names
+        }
+        items = items.select("item_id", "item_index", **codes)
+        return replace(super().read_lookups(run, as_of), items=items)
 
     def create_counter(self, run: Run) -> KeyCounter | None:
         """Return the counter of the keys other than the user; None without such keys.
@@ -320,8 +318,7 @@ def _part_label_stats(
     builder: ActionsBuilder, lookups: Lookups, uri: str
 ) -> tuple[Counter[str], Ranges, TrainingValues]:
     """Return the events per split, and statistics of training events of one part."""
-    table = read_part(uri, builder.columns, IDS)
-    events = builder.open_events(table, lookups)
+    events = builder.open_events(read_events(uri, builder.columns), lookups)
     events = assign_splits(builder.select_behaviours(events, Counter()), builder.split)
     num_events: Counter[str] = Counter()
     count_splits(num_events, "events", events)
@@ -343,7 +340,7 @@ def compute_label_stats(
     run: Run, builder: ActionsBuilder, table: Table[EventsInfo]
 ) -> LabelStats:
     """Find constant tasks and inputs, and the values of viewer-side categories."""
-    shared = (builder, run.executor.put(Lookups(read_catalogue(run))))
+    shared = (builder, run.executor.put(Lookups(run.read_items())))
     calls = [(uri,) for uri in table.part_uris()]
     results = run.executor.map_unordered(_part_label_stats, calls, shared)
     parts = [part for _, part in results]

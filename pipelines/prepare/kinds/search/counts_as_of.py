@@ -16,7 +16,6 @@ from collections import Counter
 from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import itemgetter
-from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -32,20 +31,25 @@ from core.schemas import (
 )
 from core.tables import Part, Table, fingerprint, write_part
 from pipelines.prepare.kinds.search.features import counted_names, never_counted
-from pipelines.prepare.kinds.search.sequences import SearchBuilder, SearchCounter
+from pipelines.prepare.kinds.search.sequences import (
+    SearchBuilder,
+    SearchCounter,
+    read_queries,
+)
 from pipelines.prepare.run import Run
-from pipelines.prepare.sequences.counts import exchange_keys, split_by_kind, to_columns
-from pipelines.prepare.sequences.lookups import (
+from pipelines.prepare.sequences.counts import (
     Lookups,
-    read_catalogue,
-    read_vocabulary,
+    exchange_keys,
+    split_by_kind,
+    to_columns,
 )
 
-KEYS = {"item": ["item"], "query": ["query"], "pair": ["item", "query"]}
+KEYS = {
+    "item": ["item_index"],
+    "query": ["query_index"],
+    "pair": ["item_index", "query_index"],
+}
 """Columns of counted events that each kind of key consists of."""
-
-TABLE_COLUMNS = {"item": "item_id", "query": "query"}
-"""Column of the table for each column of a key."""
 
 
 def make_counts(
@@ -79,8 +83,7 @@ def make_counts(
     uri = run.tables.table_uri("counts")
     builder = SearchBuilder(run.source, run.config, items.info.split)
     counter = SearchCounter(builder, as_of_ms)
-    queries = read_vocabulary(run, "queries", "query")
-    lookups = run.executor.put(Lookups(read_catalogue(run), queries))
+    lookups = run.executor.put(Lookups(run.read_items(), read_queries(run)))
     exchange = exchange_keys(
         events.part_uris(),
         events.rows,
@@ -127,11 +130,11 @@ def _write_bucket(
 ) -> tuple[int, Part | None, Counter[str]]:
     """Write a row per key of one bucket; return the part and the number of keys."""
     rows = split_by_kind(exchanged)
-    vocabularies: dict[str, Any] = {"item": lookups.catalogue, "query": lookups.queries}
+    ids = {"item_index": lookups.items, "query_index": lookups.queries}
     names = counted_names(counter.builder.config.search)
     names["pair"] += ["pair_gap", "pair_seen"]
     schema = counts_schema(names.values())
-    tables: list[pa.Table] = []
+    frames = [pl.DataFrame(schema.empty_table())]
     num_keys: Counter[str] = Counter()
     for kind_index, kinds in enumerate((("item", "pair"), ("query",))):
         if kind_index not in rows:
@@ -139,20 +142,15 @@ def _write_bucket(
         features = counter.compute(kind_index, to_columns(rows[kind_index]))
         columns = counter.names[kind_index]
         values = pl.DataFrame(features, columns, orient="row").cast(pl.Float32)
-        events = rows[kind_index].select("item", "query").hstack(values)
+        events = rows[kind_index].select(item_index="item", query_index="query")
+        events = events.hstack(values)
         for kind in kinds:
             # all events of a key have the same features, those of the snapshot time
             keys = events.filter(pl.col(KEYS[kind][-1]) >= 0).unique(KEYS[kind])
-            keys = keys.sort(KEYS[kind])
-            table = keys.select(names[kind]).to_arrow()
-            for column in KEYS[kind]:
-                ids = vocabularies[column].ids_at(keys[column].to_numpy())
-                ids = ids.cast(pa.string())
-                table = table.append_column(TABLE_COLUMNS[column], ids)
-            tables.append(table)
             num_keys[kind] = keys.height
-    if not tables:
-        return bucket, None, num_keys
-    # columns of other kinds of key are null
-    table = pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
-    return bucket, write_part(uri, table), num_keys
+            keys = keys.sort(KEYS[kind])
+            for column in KEYS[kind]:
+                keys = keys.join(ids[column], on=column, maintain_order="left")
+            frames.append(keys.select("^(item_id|query)$", *names[kind]))
+    table = pl.concat(frames, how="diagonal").to_arrow().cast(schema)
+    return bucket, write_part(uri, table) if table.num_rows else None, num_keys

@@ -33,8 +33,7 @@ from core.schemas import (
 )
 from core.splits import SPLITS
 from core.tables import Table, write_part
-from pipelines.prepare.events.columns import dictionary_column, read_part
-from pipelines.prepare.events.event_stats import IdCounts
+from pipelines.prepare.events.parts import IdCounts, read_events
 from pipelines.prepare.kinds.search.features import (
     QUERY_FEATURES,
     SHOWN_FEATURES,
@@ -49,23 +48,23 @@ from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_sear
 from pipelines.prepare.reading.durations import MINUTE_MS
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
-from pipelines.prepare.sequences.as_of import read_items
 from pipelines.prepare.sequences.builder import (
     BuiltTable,
     SequenceBuilder,
 )
-from pipelines.prepare.sequences.counts import Columns, KeyCounter
+from pipelines.prepare.sequences.counts import Columns, KeyCounter, Lookups
 from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
     default_groups,
     item_columns,
     plain_name,
 )
-from pipelines.prepare.sequences.lookups import Lookups, read_vocabulary
 from pipelines.prepare.sequences.splits import count_splits, require_training
 from pipelines.prepare.settings.config import PrepareConfig
 
 QUERIES_PER_PART = 1_000_000
+
+IDS = ("user_id", "item_id", "request_id", "query")
 
 COUNTS = (
     "requests_outside",
@@ -100,7 +99,6 @@ class SearchBuilder(SequenceBuilder):
     text_tables = ("items", "queries", "pairs", "tokens")
     first_model = "qgs"
     simulated_source = "simulated_search"
-    ids = ("user_id", "item_id", "request_id", "query")
 
     @staticmethod
     def check_settings(source: Log, config: PrepareConfig) -> None:
@@ -135,7 +133,7 @@ class SearchBuilder(SequenceBuilder):
     def columns(self) -> list[str]:
         """Columns of `events` that are read."""
         names = [name for name in self.source.schema.names if name.startswith(CARRIED)]
-        return [*self.ids, "timestamp_ms", "position", *names]
+        return [*IDS, "timestamp_ms", "position", *names]
 
     @property
     def item_columns(self) -> pa.Schema:
@@ -177,7 +175,7 @@ class SearchBuilder(SequenceBuilder):
             UserError: if the events of a request id are far apart, by clock times.
         """
         row, at = pl.col("row"), pl.col("timestamp_ms")
-        has_id = pl.col("request_id").cast(pl.String) != ""
+        has_id = pl.col("request_id") != ""
         request = ["user", "request_id", pl.when(has_id).then(0).otherwise(at)]
         events = events.with_columns(
             earliest=row.min().over(request), as_of=at.min().over(request)
@@ -290,9 +288,8 @@ class SearchBuilder(SequenceBuilder):
     def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
         """Return the ids, queries and joined tables that every part looks up."""
         lookups = super().read_lookups(run, as_of)
-        items = read_items(run, self.item_columns.names)
-        queries = read_vocabulary(run, "queries", "query")
-        return replace(lookups, queries=queries, as_of=(*lookups.as_of, *items))
+        items = run.read_items(*self.item_columns.names)
+        return replace(lookups, items=items, queries=read_queries(run))
 
     def create_counter(self, run: Run) -> KeyCounter | None:
         """Return the counter of items, pairs and queries; None without windows."""
@@ -406,10 +403,10 @@ class SearchCounter(KeyCounter):
         builder = self.builder
         click = f"label_{builder.config.behaviour}"
         known = click.replace("label_", "known_", 1)
-        names = [*builder.ids, "timestamp_ms", click, known]
+        names = [*IDS, "timestamp_ms", click, known]
         names = [name for name in names if name in builder.source.schema.names]
-        table = read_part(uri, names, builder.ids)
-        events = builder.add_times(builder.open_events(table, lookups))
+        events = builder.open_events(read_events(uri, names), lookups)
+        events = builder.add_times(events)
         columns = events.select(
             pl.col("item_index").alias("item"),
             pl.col("query_index").alias("query"),
@@ -429,6 +426,12 @@ class SearchCounter(KeyCounter):
     def compute(self, kind_index: int, rows: Columns) -> np.ndarray:
         """Return the features (E, F) of items and pairs, or of queries."""
         return count_keys(kind_index, rows, self.builder.config.search)
+
+
+def read_queries(run: Run) -> pl.DataFrame:
+    """Return the queries and their indices."""
+    queries = run.tables.current("queries")
+    return pl.DataFrame(queries.read() if queries.files else QUERIES.empty_table())
 
 
 def make_queries(run: Run, events: Table) -> Table:
@@ -455,6 +458,5 @@ def make_queries(run: Run, events: Table) -> Table:
 
 def _read_queries(uri: str) -> pl.DataFrame:
     """Return the distinct queries of an events part as rows for `IdCounts`."""
-    table = read_part(uri, ["query"], ("query",))
-    queries = dictionary_column(table, "query").dictionary.cast(pa.large_string())
-    return pl.select(id=pl.Series(queries), count=pl.lit(0, pl.Int64))
+    queries = read_events(uri, ["query"]).drop_nulls().unique()
+    return queries.select(id="query", count=pl.lit(0, pl.Int64))
