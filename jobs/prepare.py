@@ -25,8 +25,8 @@ from core.options import STRICT, Folder, build
 from jobs import cli
 
 if TYPE_CHECKING:
-    from pipelines.prepare.options import PrepareOptions
     from pipelines.prepare.prepare import Prepared
+    from pipelines.prepare.settings.config import PrepareOptions
 
 
 def __getattr__(name: str) -> Any:
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
     if name != "Config":
         raise AttributeError(name)
     cli.say_loading("polars")
-    from pipelines.prepare.options import PrepareOptions
+    from pipelines.prepare.settings.config import PrepareOptions
 
     return PrepareOptions
 
@@ -55,7 +55,7 @@ class Suggestion:
 
 def build_config(content: dict[str, Any]) -> PrepareOptions | Suggestion:
     """Build the configuration from options and the defaults in the source file."""
-    from pipelines.prepare.options import build_options
+    from pipelines.prepare.settings.config import build_options
 
     if "suggest" in content:
         return build(Suggestion, content)
@@ -77,9 +77,8 @@ def run(options: PrepareOptions) -> Prepared | None:
 
 def print_first_rows(options: PrepareOptions) -> None:
     """Print the events of the first rows of the log, with `--dry_run`."""
-    from pipelines.prepare.kinds.resolve import resolve_config
-    from pipelines.prepare.reading.log import load_source
-    from pipelines.prepare.reading.unread import describe_unread
+    from pipelines.prepare.kinds.registry import resolve_config
+    from pipelines.prepare.reading.log import describe_unread, load_source
     from pipelines.prepare.suggest.preview import lines, preview
 
     source, max_rejects = load_source(options.source)[0], options.max_rejects

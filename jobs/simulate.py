@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import cli
 
 if TYPE_CHECKING:
-    from pipelines.prepare.options import SimulateOptions
+    from pipelines.prepare.kinds.simulation import SimulateOptions
 
 
 def __getattr__(name: str) -> Any:
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name != "Config":
         raise AttributeError(name)
     cli.say_loading("polars")
-    from pipelines.prepare.options import SimulateOptions
+    from pipelines.prepare.kinds.simulation import SimulateOptions
 
     return SimulateOptions
 

@@ -35,7 +35,7 @@ from models import registry
 from pipelines.comparison.config import ModelName
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.prepare.options import PrepareOptions
+from pipelines.prepare.settings.config import PrepareOptions
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:

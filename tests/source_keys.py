@@ -21,9 +21,7 @@ from typing import Any
 from pipelines.prepare.reading.log import AsOf, HistoryColumn, Items, Label, Log, Users
 from pipelines.prepare.reading.times import Time
 from pipelines.prepare.settings.actions import ActionsConfig, Counts, Input, Task
-from pipelines.prepare.settings.config import PrepareConfig
-from pipelines.prepare.settings.search import SearchConfig
-from pipelines.prepare.settings.split import SplitConfig
+from pipelines.prepare.settings.config import PrepareConfig, SearchConfig, SplitConfig
 
 BEGIN = "<!-- {}: written by `python -m tests.source_keys jobs/configs/sources/README.md` -->"
 END = "<!-- end of {} -->"

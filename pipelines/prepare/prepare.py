@@ -39,18 +39,15 @@ from pipelines.prepare.events.build_events import (
 )
 from pipelines.prepare.executor import Executor
 from pipelines.prepare.items.catalogue import copy_items, make_items
-from pipelines.prepare.kinds.registry import KINDS
-from pipelines.prepare.kinds.resolve import resolve_config
+from pipelines.prepare.kinds.registry import KINDS, resolve_config
 from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.summary import collect_warnings, summarise
-from pipelines.prepare.options import PrepareOptions
-from pipelines.prepare.reading.log import Log, load_source
-from pipelines.prepare.reading.unread import describe_unread
+from pipelines.prepare.reading.log import Log, describe_unread, load_source
 from pipelines.prepare.run import OutputTables, Report, Run
 from pipelines.prepare.sequences.as_of import PREFIX
 from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
-from pipelines.prepare.settings.config import PrepareConfig
+from pipelines.prepare.settings.config import PrepareConfig, PrepareOptions
 from pipelines.start import start_ray
 
 STATISTICS = "statistics.json"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from core.options import as_base, check_known
 from pipelines.prepare.kinds.registry import KINDS
-from pipelines.prepare.kinds.simulation import Settings, write_log
-from pipelines.prepare.options import SimulateOptions
+from pipelines.prepare.kinds.simulation import Settings, SimulateOptions, write_log
 
 
 def simulate_log(options: SimulateOptions) -> None:

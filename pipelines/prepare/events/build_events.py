@@ -39,8 +39,13 @@ from pipelines.prepare.events.parts import (
 from pipelines.prepare.executor import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.read import FilePart, split_file
-from pipelines.prepare.reading.reader import read_events, read_users
-from pipelines.prepare.reading.rows import RejectCounts, check_missing, common_missing
+from pipelines.prepare.reading.rows import (
+    RejectCounts,
+    check_missing,
+    common_missing,
+    read_events,
+    read_users,
+)
 from pipelines.prepare.run import Run
 
 BYTES_PER_PARTITION = 32 << 20

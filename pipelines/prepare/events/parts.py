@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 
 from core.tables import read_parquet
 from pipelines.prepare.executor import Executor
-from pipelines.prepare.reading.reader import MISSING_VALUES
+from pipelines.prepare.reading.rows import MISSING_VALUES
+from pipelines.prepare.reading.times import DAY_MS, HOUR_MS
 
-DAY_MS, HOUR_MS = 86_400_000, 3_600_000
 GRAINS_MS = (DAY_MS, 1000, 1)
 """Precisions of times that are detected, coarsest first."""
 

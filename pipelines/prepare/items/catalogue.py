@@ -17,7 +17,7 @@ from core.schemas import ItemsInfo, Match, Split, items_schema
 from core.tables import Table, write_part
 from pipelines.prepare.events.build_events import LoadStats, check_matched
 from pipelines.prepare.items.k_core import core_items
-from pipelines.prepare.reading.reader import read_section
+from pipelines.prepare.reading.rows import read_section
 from pipelines.prepare.run import Run
 
 ITEMS_PER_PART = 1_000_000

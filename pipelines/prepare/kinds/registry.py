@@ -6,11 +6,100 @@ file and list it below, and its audit rules in `pipelines/prepare/audit/rules.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from core.errors import raise_first
+from core.options import check_known
 from pipelines.prepare.kinds.actions.sequences import ActionsBuilder
 from pipelines.prepare.kinds.retrieval.sequences import RetrievalBuilder
 from pipelines.prepare.kinds.search.sequences import SearchBuilder
+from pipelines.prepare.reading.log import Log
+from pipelines.prepare.reading.times import MAX_TIME_MS, MIN_TIME_MS
 from pipelines.prepare.sequences.builder import SequenceBuilder
+from pipelines.prepare.settings.config import PrepareConfig
 
 KINDS: dict[str, type[SequenceBuilder]] = {
     kind.name: kind for kind in (RetrievalBuilder, SearchBuilder, ActionsBuilder)
 }
+
+
+def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> PrepareConfig:
+    """Check the settings against the log, and resolve `auto` of `split.by`.
+
+    Args:
+        source: Mapping of the raw log.
+        input_uri: Folder of the raw files.
+        config: Settings.
+
+    Returns:
+        The settings with `temporal` or `leave_last_out` as `split.by`.
+    """
+    check_known([config.kind], KINDS, "kind")
+    info, name = source.info, config.kind
+    kind, moment = KINDS[name], config.counts_as_of
+    kind.check_settings(source, config)
+    split: Any = config.split.resolve(info.clock)
+    late_label = ""
+    if config.behaviour in info.known:
+        late_label = f"label '{config.behaviour}', known later than its event,"
+    has_counts = kind.has_counts and info.clock and config.search.windows_days
+    retrieval_only = {
+        "history": info.history,
+        "duplicates": config.duplicates != "drop",
+        "catalogue": config.catalogue is not None,
+    }
+    refused = [key for key, is_set in retrieval_only.items() if is_set]
+    bool_labels = info.bool_labels
+    raise_first(
+        (
+            config.behaviour is not None and config.behaviour not in bool_labels,
+            f"behaviour is '{config.behaviour}', but the bool labels of the log are "
+            f"{', '.join(bool_labels) or 'none'}",
+        ),
+        (
+            refused and not kind.allows_repeats,
+            f"{' and '.join(refused)} of kind {name}: only kind retrieval supports it",
+        ),
+        (
+            config.core > 1 and not kind.allows_repeats,
+            f"core is {config.core}, but the catalogue of kind {name} contains every "
+            f"item that was shown: at most 1",
+        ),
+        (
+            config.ties != "strict" and (late_label or not kind.allows_repeats),
+            f"ties is {config.ties}, but {late_label or f'kind {name}'} needs strict",
+        ),
+        (
+            info.history and config.duplicates != "drop",
+            f"duplicates is {config.duplicates}, but 'history' is repeated in each row "
+            "of its user: only drop",
+        ),
+        (
+            config.core_window == "train" and split != "temporal",
+            f"core_window is train, which needs a temporal split, and split.by is "
+            f"{split}",
+        ),
+        (
+            moment is not None and not has_counts,
+            f"counts_as_of is set, but only kind search with clock times and "
+            f"search.windows_days has counts, and kind is {name}",
+        ),
+        (
+            moment is not None and not MIN_TIME_MS <= moment <= MAX_TIME_MS,
+            f"counts_as_of is {moment} ms, outside of the years 1980 to 2099",
+        ),
+        (
+            source.as_of and not kind.reads_as_of_features,
+            f"as_of.{next(iter(source.as_of), '')} has features of requests, which "
+            f"models of kind {name} do not read",
+        ),
+    )
+    # each listing raises if it is empty
+    source.event_files(input_uri)
+    source.user_files(input_uri)
+    for section in source.as_of.values():
+        section.list_files(input_uri)
+    if config.catalogue is None:
+        source.item_files(input_uri)
+    return replace(config, split=replace(config.split, by=split))

@@ -28,8 +28,9 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import join, open_uri, read_json, write_file
-from core.options import STRICT, Fraction, Seed
+from core.options import STRICT, Folder, Fraction, Seed
 from core.ragged import lengths_to_starts
+from pipelines.prepare.reading.times import DAY_MS
 
 RECORD = "simulation.json"
 """Name of the file with the settings of a simulated log, which is written last."""
@@ -38,7 +39,6 @@ POPULARITY_SKEW = 2.0
 """Exponent of the popularity of items: of n items, the one at index n * u**skew is
 drawn, u uniform, so that values above 1 favour low indices."""
 
-DAY_MS = 86_400_000
 
 START_MS = 1_704_067_200_000
 """Start of simulated logs in epoch ms: 1 January 2024, UTC."""
@@ -101,6 +101,19 @@ class Settings:
     def __post_init__(self) -> None:
         if self.events < self.users:
             raise ValueError(f"events is {self.events}, less than users {self.users}")
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class SimulateOptions(Settings):
+    """Options of jobs.simulate: where to write the log, its size, seed and causes."""
+
+    output: Folder
+    """Folder for the log: new, empty, or with an earlier simulated log, which is
+    replaced."""
+    kind: str = "retrieval"
+    """`retrieval`: one item per event. `search`: searches with a query, ten results,
+    clicks, purchases and dwell. `actions`: impressions of a feed with
+    likes, comments, shares, follows, hides and dwell of dog and cat users."""
 
 
 @dataclasses.dataclass(frozen=True)

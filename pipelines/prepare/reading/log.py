@@ -8,7 +8,7 @@
     items: {files: articles.csv, item: article_id, texts: {title: "lower(name)"}}
 
 Each column of a table is given by the name of a column of the file, or by a SQL
-expression of polars (`pl.sql_expr`). `reader.py` reads the files.
+expression of polars (`pl.sql_expr`). `rows.py` reads the files.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from core.errors import UserError
 from core.files import join
 from core.options import build, check_known, read_yaml
 from core.schemas import LogInfo, events_schema, items_schema
-from pipelines.prepare.reading.read import Files, list_files
-from pipelines.prepare.reading.rows import check_sql
+from pipelines.prepare.reading.read import Files, check_sql, list_files
 from pipelines.prepare.reading.times import Time, parse_iso_ms
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -39,6 +38,10 @@ METRIC_CUTOFF = re.compile(r"_at_\d+$")
 """Suffix that stands for the @10 of ndcg@10 in the names of MLflow metrics."""
 METRIC_WORDS = ("mean", "with_position")
 """First parts of metrics that do not belong to a single label."""
+MAPPING_SUFFIXES = (".yaml", ".yml")
+"""Suffixes of files that are not data, such as the mapping file itself."""
+MAX_NAMES = 5
+"""Maximum number of names of files, or of groups of files, in a message."""
 MAX_DELAY_MINUTES = 60 * 24 * 3660
 """Ten years. A longer delay is assumed to be in a wrong unit."""
 FORBID_EXTRA = {"extra": "forbid"}
@@ -577,3 +580,28 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
         return parse_log(content), prepare
     except UserError as error:
         raise UserError(f"{uri}: {error}", error.cause) from error
+
+
+def describe_unread(log: Log, input_uri: str) -> list[str]:
+    """Return a note on the files of the folder that the mapping does not read.
+
+    Files whose names differ in numbers share a pattern.
+    """
+    try:
+        read = {*log.event_files(input_uri), *log.user_files(input_uri)}
+        read |= {*log.item_files(input_uri)}
+        for features in log.as_of.values():
+            read |= {*features.list_files(input_uri)}
+    except UserError:
+        return []  # reported by the step that reads these files
+    groups: dict[str, list[str]] = {}
+    for file in list_files(input_uri, "*", required=False, what="file"):
+        if file not in read and not file.lower().endswith(MAPPING_SUFFIXES):
+            groups.setdefault(re.sub(r"\d+", "*", file), []).append(file)
+    names = [
+        group[0] if len(group) == 1 else f"{pattern} ({len(group):,} files)"
+        for pattern, group in groups.items()
+    ]
+    if len(names) > MAX_NAMES:
+        names[MAX_NAMES - 1 :] = [f"{len(names) - MAX_NAMES + 1:,} more"]
+    return [f"note: no key of the mapping reads {', '.join(names)}"] if names else []

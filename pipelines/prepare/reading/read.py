@@ -353,6 +353,28 @@ def parse_sql(text: str) -> pl.Expr:
     return expression
 
 
+def check_sql(expressions: Iterable[str]) -> None:
+    """Raise a ValueError for text that is neither a column nor a SQL row expression.
+
+    A row expression has one value per row, unlike aggregates and window functions.
+    """
+    for text in expressions:
+        try:
+            meta = parse_sql(text).meta
+        except pl.exceptions.PolarsError as error:
+            if re.fullmatch(r"[^()'\"|]+", text):  # a column named like an SQL keyword
+                continue
+            raise ValueError(
+                f"'{text}' is not a SQL expression ({one_line(error)})"
+            ) from error
+        try:
+            is_per_row = meta.is_length_preserving() or meta.is_literal()
+        except pl.exceptions.PolarsError:  # `in` needs columns
+            is_per_row = True
+        if not is_per_row or re.search(r"(?i)\bover\s*\(", text):
+            raise ValueError(f"'{text}' is not an expression of one row")
+
+
 def root_columns(text: str, present: Collection[str]) -> list[str]:
     """Return the columns that an expression reads.
 

@@ -14,7 +14,7 @@ import polars as pl
 from core.errors import UserError
 from core.schemas import AsOfInfo
 from core.tables import Table, write_part
-from pipelines.prepare.reading.reader import read_section
+from pipelines.prepare.reading.rows import read_section
 from pipelines.prepare.run import Run
 
 PREFIX = "as_of_"

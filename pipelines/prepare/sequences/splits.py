@@ -13,15 +13,14 @@ from core.errors import UserError
 from core.schemas import Split
 from core.splits import SPLITS
 from pipelines.prepare.events.parts import (
-    DAY_MS,
-    HOUR_MS,
     EventStats,
     is_behaviour,
     label_columns,
     read_events,
 )
 from pipelines.prepare.executor import Executor
-from pipelines.prepare.settings.split import SplitConfig
+from pipelines.prepare.reading.times import DAY_MS, HOUR_MS
+from pipelines.prepare.settings.config import SplitConfig
 
 TIE_SEED = 0
 """Seed of the hash that breaks ties between equal timestamps."""

@@ -19,7 +19,7 @@ Shapes: E events, K tasks, A actions that models read.
 from __future__ import annotations
 
 from dataclasses import field, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import polars as pl
@@ -27,10 +27,48 @@ from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, check_known
 from core.schemas import ActionCounts, InputSettings, LogInfo, TaskSettings
-from pipelines.prepare.reading.durations import WindowSettings
 from pipelines.prepare.reading.log import check_names, check_range
+from pipelines.prepare.reading.times import DAY_MS, MINUTE_MS
 
 USER, ITEM = "user", "item"
+
+
+class WindowSettings:
+    """Settings of counts at time t over the windows [t - window, t - delay)."""
+
+    windows_days: list[float]
+    delay_minutes: float
+
+    def check_windows(self, section: str) -> None:
+        """Check that windows ascend and are longer than the delay.
+
+        Args:
+            section: Name of the settings, for messages.
+
+        Raises:
+            ValueError: If a window or the delay is invalid.
+        """
+        days = self.windows_days
+        if any(shorter >= longer for shorter, longer in pairwise(days)):
+            raise ValueError(
+                f"{section}.windows_days is {days}; use ascending lengths in days, "
+                f"such as [1, 7, 30]"
+            )
+        if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
+            raise ValueError(
+                f"{section}.windows_days begins with {days[0]}, which is not longer "
+                f"than delay_minutes {self.delay_minutes}"
+            )
+
+    @property
+    def windows_ms(self) -> list[int]:
+        """Lengths of the windows in ms."""
+        return [round(days * DAY_MS) for days in self.windows_days]
+
+    @property
+    def delay_ms(self) -> int:
+        """Length of the delay in ms."""
+        return round(self.delay_minutes * MINUTE_MS)
 
 
 @dataclass(config=STRICT, frozen=True)

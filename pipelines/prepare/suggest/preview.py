@@ -16,12 +16,13 @@ import polars.selectors as cs
 
 from core.errors import UserError, pluralize
 from pipelines.prepare.reading.log import Log
-from pipelines.prepare.reading.reader import (
+from pipelines.prepare.reading.rows import (
+    RejectCounts,
+    check_missing,
     read_events,
     read_section_file,
     read_users,
 )
-from pipelines.prepare.reading.rows import RejectCounts, check_missing
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import yaml
 from core.errors import UserError
 from jobs import cli, prepare
 from pipelines.prepare.reading.log import parse_log
-from pipelines.prepare.reading.reader import read_events
+from pipelines.prepare.reading.rows import read_events
 from pipelines.prepare.suggest.suggest import suggest
 
 ROOT = Path(__file__).parents[3]

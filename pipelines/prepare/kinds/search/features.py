@@ -21,7 +21,7 @@ import polars as pl
 
 from core.schemas import FeatureGroup
 from models.search.counts import HOURS, time_features
-from pipelines.prepare.reading.durations import HOUR_MS
+from pipelines.prepare.reading.times import HOUR_MS
 from pipelines.prepare.sequences.counts import (
     NO_GAP,
     Columns,
@@ -29,7 +29,7 @@ from pipelines.prepare.sequences.counts import (
     window_counts,
 )
 from pipelines.prepare.sequences.custom_features import plain_name
-from pipelines.prepare.settings.search import SearchConfig
+from pipelines.prepare.settings.config import SearchConfig
 
 IMPRESSION_LABELS = ("exposures", "clicks")
 COUNTED = {

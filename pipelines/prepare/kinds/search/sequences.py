@@ -45,8 +45,8 @@ from pipelines.prepare.kinds.search.features import (
     never_counted,
 )
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_searches
-from pipelines.prepare.reading.durations import MINUTE_MS
 from pipelines.prepare.reading.log import Log
+from pipelines.prepare.reading.times import MINUTE_MS
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import (
     BuiltTable,
