@@ -204,6 +204,8 @@ class EventsInfo(TableInfo):
     rows_read: int
     rejects: int
     reject_reasons: dict[str, int]
+    rows_left_out: int = 0
+    """Number of rows that the mapping's `where` leaves out, beside `rows_read`."""
     duplicates: int
     """Number of duplicates that were dropped."""
     duplicates_kept: int | None = None
@@ -278,6 +280,8 @@ class ItemsInfo(TableInfo):
     items_without_metadata: int
     metadata_outside_catalogue: int
     """Number of rows of item files of other items."""
+    rows_left_out: int = 0
+    """Number of rows of item files that `items.where` leaves out."""
     metadata_differ: int = 0
     """Number of rows of item files that differ from the first row of their item."""
     core_rounds: int = 0

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 from pyarrow import fs
 
-from core.errors import pluralize
+from core.errors import UserError, pluralize
 from core.files import file_info, join
 from core.tables import (
     MANIFEST,
@@ -206,13 +206,20 @@ class Run:
         return {file: [info.size, info.mtime_ns or 0] for file, info in infos.items()}
 
     def check_rejects(self, rejected: RejectCounts, rows: str = "") -> None:
-        """Report rejected rows.
+        """Report rows that are left out or rejected.
 
         Args:
             rejected: Counts of read and rejected rows.
             rows: Description of the rows that follows the word "rejects", for example
                 " of the item files".
         """
+        if rejected.left_out:
+            total = rejected.left_out + rejected.rows_read
+            self.report(
+                f"where: {rejected.left_out:,} of {total:,} rows{rows} left out"
+            )
+            if not rejected.rows_read:
+                raise UserError(f"where takes none of the {total:,} rows{rows}")
         for line in rejected.lines():
             self.report(f"rejects{rows}: {line}")
         rejected.check(self.config.max_rejects, rows)

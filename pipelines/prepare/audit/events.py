@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import polars as pl
 
 from core.errors import UserError
 from pipelines.prepare.audit.base import EVENT, MINUTE_MS, Rule, Tables
+from pipelines.prepare.reading.read import parse_sql
 
 
 def check_files(tables: Tables, rule: Rule) -> None:
@@ -68,6 +70,7 @@ def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
         events.filter((is_less & is_same_part).fill_null(False)),
         EVENT + ": sorts before the previous row",
     )
+    check_rows(tables, rules["rows"])
     rule, events = rules["duplicates"], events.drop("part")
     rule.rows = events.height
     num_duplicates = events.height - events.n_unique()
@@ -98,6 +101,38 @@ def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
             EVENT + ": label {label} is known from {at} on",
             label=name,
         )
+
+
+def check_rows(tables: Tables, rule: Rule) -> None:
+    """Check that each row of the log is accounted for, and the condition `where`.
+
+    The condition is evaluated on events if it reads columns of which events have text.
+    """
+    table, events = tables.opened["events"], tables.events
+    info, source = table.info, table.config["source"]
+    rule.rows = events.height
+    accounted = events.height + info.duplicates + info.rejects
+    if info.rows_read != accounted:
+        rule.add_violation(
+            f"{info.rows_read:,} rows were read, {accounted:,} are events, duplicates "
+            f"or rejects"
+        )
+    condition = source.get("where")
+    if info.rows_left_out and not condition:
+        rule.add_violation(f"{info.rows_left_out:,} rows are left out without `where`")
+    keys = {"user": "user_id", "item": "item_id", "query": "query"}
+    copies = {source[key]: name for key, name in keys.items() if source.get(key)}
+    categories = source.get("categories", {})
+    copies |= {text: f"cat_{name}" for name, text in categories.items()}
+    if condition and {*parse_sql(condition).meta.root_names()} <= copies.keys():
+        columns = {text: pl.col(name) for text, name in copies.items()}
+        with suppress(pl.exceptions.PolarsError):  # columns that are no text in the log
+            holds = events.select(**columns).select(parse_sql(condition)).to_series()
+            rule.add_rows(
+                events.filter(~holds.fill_null(False)),
+                EVENT + ": left out by where '{condition}'",
+                condition=condition,
+            )
 
 
 def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:

@@ -36,6 +36,7 @@ RULES = {
     "files": "files have the sizes, hashes, rows and columns that manifests list",
     "inputs": "items and sequences were made from these events and items",
     "events": "times are int64 and not negative; keys are set; each part is sorted",
+    "rows": "rows of the log are events, duplicates or rejects, and `where` holds",
     "duplicates": "no event is in the table twice",
     "users": "events of a user are in one part; sequences has each expected user once",
     "catalogue": "item_index is dense, in the order of item_id; items are the k-core",

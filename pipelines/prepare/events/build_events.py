@@ -259,9 +259,9 @@ def _read_files(
                 f"warning: no new file has a column '{name}', so its values are "
                 f"missing; {hint}"
             )
+        run.check_rejects(rejected)
         if not rejected.rows_read and not earlier:
             raise UserError(f"{run.input} has no rows in {', '.join(files[:3])}")
-        run.check_rejects(rejected)
         if not written:
             raise UserError(f"{run.input} has no valid event")
         matched, duplicates = Match(), 0
@@ -272,8 +272,10 @@ def _read_files(
             matched.others = users["user_id"].head(2).to_list()
         check_matched(matched, "user", run.config.min_matched, run.report)
         rows_read, reasons = rejected.rows_read, rejected.reasons
+        left_out = rejected.left_out
         if earlier:
             rows_read += earlier.info.rows_read
+            left_out += earlier.info.rows_left_out
             reasons = Counter(earlier.info.reject_reasons) + reasons
         info = EventsInfo(
             log=run.source.info,
@@ -282,6 +284,7 @@ def _read_files(
             rows_read=rows_read,
             rejects=reasons.total(),
             reject_reasons=dict(sorted(reasons.items())),
+            rows_left_out=left_out,
             duplicates=0 if keep else duplicates,
             duplicates_kept=duplicates if keep else None,
             users=stats.users,

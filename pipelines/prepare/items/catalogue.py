@@ -60,11 +60,20 @@ def make_items(
             f"{run.input} has no file {missing[0]}, from which the items were made",
             "settings",
         )
+    old = earlier.config["source"].get("items", {}) if earlier else {}
+    if earlier and source.items and old.get("where") != source.items.where:
+        raise UserError(
+            f"{earlier.uri} was made with items.where {old.get('where')}, not "
+            f"{source.items.where}",
+            "settings",
+        )
     metadata, hashes = pl.DataFrame(schema={"item_id": pl.String}), dict[str, str]()
+    left_out = 0
     if source.items:
         section = read_section(source.items, run.input, files)
         run.check_rejects(section.rejected, " of the item files")
         metadata, hashes = section.rows, section.hashes
+        left_out = section.rejected.left_out
     keeps_all = source.items is not None and source.items.keep == "all"
     described = metadata["item_id"] if keeps_all else None
     in_core, core_rounds = core_items(
@@ -103,6 +112,7 @@ def make_items(
         items_without_metadata=items.height - first.height,
         metadata_outside_catalogue=metadata.height - inside.height,
         metadata_differ=differing.height,
+        rows_left_out=left_out,
     )
     if keeps_all:
         info.items_without_behaviours = items.height - in_core.height

@@ -69,6 +69,7 @@ def summarise(
         "clock": info.log.clock,
         "raw": {
             "rows_read": events.info.rows_read,
+            "rows_left_out": events.info.rows_left_out,
             "rejects": events.info.rejects,
             "reject_reasons": events.info.reject_reasons,
             "duplicates": events.info.duplicates,

@@ -28,7 +28,7 @@ from core.errors import UserError
 from core.files import join
 from core.options import build, check_known, read_yaml
 from core.schemas import LogInfo, events_schema, items_schema
-from pipelines.prepare.reading.read import Files, check_sql, list_files
+from pipelines.prepare.reading.read import Files, check_condition, check_sql, list_files
 from pipelines.prepare.reading.times import Time, parse_iso_ms
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -180,6 +180,7 @@ class Section(Files):
 
     def __post_init__(self) -> None:
         check_sql(self.columns.values())
+        check_condition(self.where)
         check_names([name.partition("_")[2] for name in self.columns], self.files)
 
     @property
@@ -395,6 +396,7 @@ class Log(Files):
                 raise ValueError("'history.labels' is missing")
             check_known(self.history.labels or [], flags, "history.labels")
         check_sql([*self.columns.values(), *self.lists])
+        check_condition(self.where)
 
     def _build_label_time(self, name: str, label: Label) -> Label:
         """Return the label with its `time` as an instance of `Time`."""

@@ -119,6 +119,10 @@ class Files:
     default quotes are doubled."""
     encoding: Annotated[str, AfterValidator(check_encoding)] = "utf-8"
     """Python codec of text files, such as cp1252."""
+    where: str | None = None
+    """SQL condition of the rows of a file to take, such as `invoice not like 'C%' and
+    customer is not null`; the other rows are left out and counted apart from
+    rejects."""
 
     @property
     def needs_decoding(self) -> bool:
@@ -168,6 +172,8 @@ class ParsedRows:
     broken: Broken = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     """Columns that do not exist, each with a hint at a similar name."""
+    left_out: int = 0
+    """Number of rows that `where` leaves out."""
 
     @property
     def with_missing(self) -> pl.DataFrame:
@@ -373,6 +379,14 @@ def check_sql(expressions: Iterable[str]) -> None:
             is_per_row = True
         if not is_per_row or re.search(r"(?i)\bover\s*\(", text):
             raise ValueError(f"'{text}' is not an expression of one row")
+
+
+def check_condition(condition: str | None) -> None:
+    """Raise a ValueError for a condition of rows that names no column."""
+    if condition is not None:
+        check_sql([condition])
+        if not root_columns(condition, ()):
+            raise ValueError(f"where is '{condition}', which names no column")
 
 
 def root_columns(text: str, present: Collection[str]) -> list[str]:

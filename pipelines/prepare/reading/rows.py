@@ -76,6 +76,8 @@ class Block:
     missing: dict[str, str] = field(default_factory=dict)
     """Columns that do not exist, each with a hint at a similar name. A column that is
     missing in all blocks of the log is an error."""
+    left_out: int = 0
+    """Number of rows that `where` leaves out."""
 
 
 @dataclass
@@ -86,11 +88,14 @@ class RejectCounts:
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     """Location and content of the first rejected row, by reason."""
+    left_out: int = 0
+    """Number of rows that `where` leaves out, which are not among the read ones."""
 
     @classmethod
     def from_block(cls, block: Block) -> RejectCounts:
         """Count the rejects of a block."""
-        counts = cls(block.rows_read, Counter(block.rejects["reason"].to_pylist()))
+        reasons = Counter(block.rejects["reason"].to_pylist())
+        counts = cls(block.rows_read, reasons, left_out=block.left_out)
         if not counts.reasons:
             return counts
         rejects = pl.DataFrame(block.rejects)
@@ -106,6 +111,7 @@ class RejectCounts:
     def add(self, other: RejectCounts) -> None:
         """Add other counts; the sum does not depend on the order of additions."""
         self.rows_read += other.rows_read
+        self.left_out += other.left_out
         self.reasons.update(other.reasons)
         for reason, example in other.examples.items():
             self.examples[reason] = min(example, self.examples.get(reason, example))
@@ -420,7 +426,34 @@ class Rows:
             rejects.select(REJECTS.names).to_arrow().cast(REJECTS),
             len(self.raw) + len(frame.broken),
             frame.missing,
+            frame.left_out,
         )
+
+
+def take_rows(frame: ParsedRows, condition: str | None, uri: str) -> ParsedRows:
+    """Return the rows at which a condition is true, and count the others.
+
+    A row whose condition cannot be evaluated is broken.
+    """
+    if condition is None:
+        return frame
+    rows = frame.with_missing
+    values, unreadable = evaluate(rows, {"where": condition}, uri)
+    is_taken = values["where"]
+    if is_taken.dtype not in (pl.Boolean, pl.Null):
+        raise UserError(
+            f"{uri}: where is '{condition}', which is {is_taken.dtype}, not true or "
+            f"false"
+        )
+    is_taken = is_taken.cast(pl.Boolean).fill_null(False)
+    broken = list(frame.broken)
+    for mask, reason in unreadable:
+        for row in rows.filter(mask).to_dicts():
+            number = row.pop(ROW)
+            line = json.dumps(row, default=str)[:MAX_QUOTED_CHARS]
+            broken.append((number, reason, line))
+    left_out = len(rows) - int(is_taken.sum()) - len(broken) + len(frame.broken)
+    return ParsedRows(frame.rows.filter(is_taken), broken, frame.missing, left_out)
 
 
 def where(
@@ -678,7 +711,9 @@ def read_section_file(
 ) -> Iterator[Block]:
     """Yield the rows of a file of a section in blocks."""
     uri = join(input_uri, file)
-    for frame in read_frames(uri, section, section.columns.values(), digest):
+    texts = [*section.columns.values(), *filter(None, [section.where])]
+    for frame in read_frames(uri, section, texts, digest):
+        frame = take_rows(frame, section.where, uri)
         rows = Rows(frame.with_missing, section.columns, uri)
         rows.parse_ids(section.key)
         for name in section.schema.names[1:]:
@@ -730,11 +765,12 @@ def read_events(
     for text in log.lists:
         exploded -= {*root_columns(text, derived)}
     first_row = 0
-    frames = read_frames(uri, log, [*log.lists, *log.columns.values()], digest, piece)
-    for index, frame in enumerate(frames):
+    texts = [*log.lists, *log.columns.values(), *filter(None, [log.where])]
+    required = [log.user, log.item, log.sequence, log.event_time.column, log.where]
+    required += log.explode.values()
+    for index, frame in enumerate(read_frames(uri, log, texts, digest, piece)):
         missing = {n: hint for n, hint in frame.missing.items() if n not in derived}
-        required = (log.user, log.item, log.sequence, log.event_time.column)
-        for text in filter(None, (*required, *log.explode.values())):
+        for text in filter(None, required):
             for name in root_columns(text, derived) if index == 0 else ():
                 if name in missing:
                     raise UserError(f"{uri} has no column '{name}'; {missing[name]}")
@@ -742,14 +778,15 @@ def read_events(
             *(pl.lit(None, pl.Null).alias(name) for name in missing),
             *(pl.lit(value, pl.String).alias(key) for key, value in folders.items()),
         )
-        broken = frame.broken
+        frame = take_rows(replace(frame, rows=rows, missing=missing), log.where, uri)
+        rows = frame.rows
         for events in parser.parse(rows):
             end_row = first_row + len(events.raw)
             events.values["log_row"] = pl.int_range(first_row, end_row, eager=True)
-            part = replace(frame, broken=broken, missing=missing)
-            yield events.block(part, file, piece, schema, MISSING_VALUES)
+            yield events.block(frame, file, piece, schema, MISSING_VALUES)
             first_row = end_row
-            broken = []  # reported with the first block of the frame
+            # broken and left out rows are counted with the first block of the frame
+            frame = replace(frame, broken=[], left_out=0)
 
 
 @dataclass(frozen=True)

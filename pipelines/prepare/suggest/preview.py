@@ -79,6 +79,8 @@ def lines(previews: list[Preview]) -> Iterator[str]:
         rejected = preview.rejected
         rows = f"{pluralize(rejected.rows_read, 'row')}, {rejected.rejects:,} rejected"
         yield f"{preview.kind}: the first {rows}"
+        if rejected.left_out:
+            yield f"  where: {rejected.left_out:,} more rows left out"
         for line in rejected.lines():
             yield f"  rejected: {line}"
         for values in preview.rows:

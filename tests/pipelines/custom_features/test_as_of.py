@@ -8,13 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import polars as pl
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.tables import read_manifest
-from pipelines.prepare.sequences.as_of import AsOfTable, join_as_of
+from pipelines.prepare.sequences.as_of import join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column
 from tests.fixtures.custom_features_log import (
@@ -44,13 +43,13 @@ def test_an_event_has_the_value_of_the_latest_row_strictly_before_it(
         "timestamp_ms": [time for _, time in rows],
         "num_n": range(len(rows)),
     }
-    table = AsOfTable("as_of_n", "item_id", pa.table(columns))
-    searches = pl.DataFrame(
-        events, {"item_id": pl.Categorical, "as_of": pl.Int64}, orient="row"
+    table = ("item_id", pl.DataFrame(columns))
+    searches = pl.DataFrame(events, ["item_id", "as_of"], orient="row").cast(
+        {"item_id": pl.String, "as_of": pl.Int64}
     )
     counts = Counter[str]()
 
-    joined = join_as_of(searches, [table], counts)
+    joined = join_as_of(searches, {"as_of_n": table}, counts)
 
     values = joined["num_n"].to_list()
     for (item, time), value in zip(events, values, strict=True):

@@ -1,0 +1,153 @@
+"""`where` takes the rows of a log and of its sections at which a condition is true."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import UserError
+from core.tables import read_manifest
+from pipelines.prepare.audit.rules import audit
+from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
+from tests.fixtures.commands import merge, prepare_log, read_rows, write_rows
+
+MAPPING: Row = {
+    "files": "log*.csv",
+    "user": "customer",
+    "item": "sku",
+    "time": {"column": "ms", "unit": "ms"},
+    "categories": ["kind"],
+    "prepare": {"core": 0, "max_rejects": 0.5, "split": {"by": "temporal"}},
+}
+CONDITION = "kind in ('order', 'view') and customer is not null and cast(n as int) > 0"
+ITEMS = {"files": "items.csv", "item": "sku", "texts": ["name"]}
+
+
+def draw_rows(number: int, seed: int, begin: int = 0) -> list[Row]:
+    """Draw rows with cancelled, anonymous and unreadable ones."""
+    generator = random.Random(seed)
+    return [
+        {
+            "customer": generator.choice(["ann", "bob", "eve", None]),
+            "sku": f"i{generator.randrange(5)}",
+            "ms": 1_600_000_000_000 + (begin + index) * 1000,
+            "kind": generator.choice(["order", "view", "cancel", None]),
+            "n": generator.choice([*"1234", "-1", ""] * 5 + ["many"]),
+        }
+        for index in range(number)
+    ]
+
+
+def is_taken(row: Row) -> bool:
+    """Return whether the condition holds, in plain Python."""
+    has_number = row["n"] not in ("", "many") and int(row["n"]) > 0
+    return bool(row["customer"]) and row["kind"] in ("order", "view") and has_number
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+    """Tables of a log with a condition, in two appended pieces, and its rows."""
+    folder = tmp_path_factory.mktemp("where")
+    rows: list[Row] = []
+    items = [{"sku": f"i{n}", "name": f"name {n}", "old": str(n % 2)} for n in range(5)]
+    write_rows(folder / "items.csv", items)
+    mapping = MAPPING | {"where": CONDITION, "items": ITEMS | {"where": "old = '0'"}}
+    for piece in range(2):
+        rows += draw_rows(300, piece, 300 * piece)
+        write_rows(folder / f"log{piece}.csv", rows[-300:])
+        prepare_log(mapping, folder, folder / "tables", append=True, min_matched=0)
+    return folder, rows
+
+
+def test_taken_rows_are_those_of_a_log_that_was_filtered_before(
+    taken: tuple[Path, list[Row]], tmp_path: Path
+) -> None:
+    folder, rows = taken
+    write_rows(tmp_path / "log.csv", [row for row in rows if is_taken(row)])
+    prepare_log(MAPPING, tmp_path, tmp_path / "tables")
+
+    def sort(tables: Path) -> list[Any]:
+        return sorted(map(str, read_rows(tables, "events")))
+
+    assert sort(folder / "tables") == sort(tmp_path / "tables")
+    info = read_manifest(f"{folder}/tables/events").info
+    # an unreadable condition is a reject unless the rest of the condition is false
+    unreadable = sum(row["n"] == "many" for row in rows)
+    assert 0 < info["rejects"] <= unreadable
+    taken_rows = sum(map(is_taken, rows))
+    assert info["rows_read"] == taken_rows + info["rejects"]
+    assert info["rows_left_out"] == len(rows) - info["rows_read"]
+
+
+def test_items_have_their_own_condition(taken: tuple[Path, list[Row]]) -> None:
+    tables = taken[0] / "tables"
+    names = {row["item_id"]: row["text_name"] for row in read_rows(tables, "items")}
+    assert names == {f"i{n}": None if n % 2 else f"name {n}" for n in range(5)}
+    assert read_manifest(f"{tables}/items").info["rows_left_out"] == 2
+
+
+def test_another_condition_is_refused_when_files_are_appended(
+    taken: tuple[Path, list[Row]], tmp_path: Path
+) -> None:
+    folder, _ = taken
+    write_rows(folder / "log2.csv", draw_rows(9, 9, 900))
+    items = {"items": ITEMS | {"where": "old = '0'"}}
+    for changes in (
+        {"where": "kind = 'order'", **items},
+        {"where": CONDITION, "items": ITEMS},
+    ):
+        with pytest.raises(UserError, match="where"):
+            prepare_log(
+                MAPPING | changes, folder, folder / "tables", append=True, min_matched=0
+            )
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"where": "true"}, "names no column"),
+        ({"where": "kind = ("}, "not a SQL expression"),
+        ({"where": "max(ms) > 3"}, "one row"),
+        ({"where": "lower(kind)"}, "not true or false"),
+        ({"where": "knd = 'order'"}, "the nearest is 'kind'"),
+        ({"where": "kind = 'none'"}, "none of the 60 rows"),
+        (
+            {"items": {**ITEMS, "where": "name = 'none'"}},
+            "none of the 1 rows of the item",
+        ),
+    ],
+    ids=str,
+)
+def test_a_condition_that_takes_no_rows_or_is_none_is_refused(
+    tmp_path: Path, changes: Row, fragment: str
+) -> None:
+    write_rows(tmp_path / "log.csv", draw_rows(60, 1))
+    write_rows(tmp_path / "items.csv", [{"sku": "i1", "name": "x"}])
+    with pytest.raises(UserError) as caught:
+        prepare_log(merge(MAPPING, changes), tmp_path, tmp_path / "tables")
+    assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_audit_finds_a_row_that_the_condition_leaves_out(tmp_path: Path) -> None:
+    rows = [row for row in draw_rows(300, 3) if row["customer"]]
+    write_rows(tmp_path / "log.csv", rows)
+    prepare_log(MAPPING | {"where": "kind = 'view'"}, tmp_path, tmp_path / "raw")
+    tables = str(tmp_path / "raw")
+    assert "rows" in {rule.name for rule in audit(tables) if rule.rows}
+    assert find_violations(tables) == {}
+
+    def take_another_row(events: list[Row], info: Row) -> None:
+        events[-1]["cat_kind"] = "cancel"
+
+    copied = copy_with_change(tables, tmp_path / "copy", take_another_row, "events")
+    assert "left out by where" in find_violations(copied)["rows"][0]
+
+    def lose_rows(events: list[Row], info: Row) -> None:
+        info["rows_read"] += 7
+
+    copied = copy_with_change(tables, tmp_path / "second", lose_rows, "events")
+    assert list(find_violations(copied)) == ["rows"]
