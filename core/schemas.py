@@ -56,6 +56,7 @@ def events_schema(
     numbers: Iterable[str] = (),
     categories: Iterable[str] = (),
     known: Iterable[str] = (),
+    texts: Iterable[str] = (),
 ) -> pa.Schema:
     """Return the schema of events: one row per impression or interaction.
 
@@ -64,6 +65,7 @@ def events_schema(
         numbers: Names of numeric features.
         categories: Names of categorical features.
         known: Names of the labels that become known later than their event.
+        texts: Names of the items' texts that the event files have.
     """
     label_types = {name: LABEL_TYPES[kind] for name, kind in (labels or {}).items()}
     return pa.schema(
@@ -83,6 +85,7 @@ def events_schema(
             *(pa.field(f"known_{name}", pa.int64()) for name in known),
             *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
             *(pa.field(f"cat_{name}", pa.string()) for name in categories),
+            *(pa.field(f"text_{name}", pa.string()) for name in texts),
         ]
     )
 

@@ -200,6 +200,27 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     return core_events.select("user_id").unique()
 
 
+def check_texts(tables: Tables, rule: Rule) -> None:
+    """Check the texts of items that come from events against the latest before val."""
+    info, events = tables.opened["items"].info, tables.events
+    if info.catalogue_of:
+        return
+    if info.split.by == "temporal":
+        events = events.filter(pl.col("timestamp_ms") < info.split.val_start_ms)
+    for name in [name for name in events.columns if name.startswith("text_")]:
+        rule.rows += tables.items.height
+        latest = (
+            events.drop_nulls(name)
+            .group_by("item_id")
+            .agg(expected=pl.col(name).sort_by("timestamp_ms", name).last())
+        )
+        joined = tables.items.join(latest, on="item_id", how="left")
+        rule.add_rows(
+            joined.filter(pl.col(name).ne_missing(pl.col("expected"))).sort("item_id"),
+            f"item {{item_id}}: {name} is {{{name}}}, events give {{expected}}",
+        )
+
+
 def _filter_core(
     events: pl.DataFrame, core: int, protected: pl.Series, is_frozen: bool
 ) -> pl.DataFrame:

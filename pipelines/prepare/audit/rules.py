@@ -26,6 +26,7 @@ from pipelines.prepare.audit.events import (
     check_events,
     check_files,
     check_inputs,
+    check_texts,
     check_users,
 )
 from pipelines.prepare.audit.retrieval import check_retrieval_tables
@@ -40,6 +41,7 @@ RULES = {
     "duplicates": "no event is in the table twice",
     "users": "events of a user are in one part; sequences has each expected user once",
     "catalogue": "item_index is dense, in the order of item_id; items are the k-core",
+    "texts": "texts of items from events are the latest before validation",
     "behaviours": "lists have equal lengths and the behaviours of events, in order",
     "known": "a label is known at its time, or its delay after the event",
     "history": "history_end counts behaviours known strictly before the request",
@@ -112,6 +114,7 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         progress("events")
         check_events(tables, rules)
         core_users = check_catalogue(tables, rules["catalogue"])
+        check_texts(tables, rules["texts"])
         progress("sequences")
         users = KINDS[sequences.info.kind](tables, rules, core_users)
         check_users(tables, users, rules["users"])

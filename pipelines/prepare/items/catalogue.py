@@ -16,6 +16,7 @@ from core.files import join, open_uri, write_file
 from core.schemas import ItemsInfo, Match, Split, items_schema
 from core.tables import Table, write_part
 from pipelines.prepare.events.build_events import LoadStats, check_matched
+from pipelines.prepare.events.parts import read_events
 from pipelines.prepare.items.k_core import core_items
 from pipelines.prepare.reading.rows import read_section
 from pipelines.prepare.run import Run
@@ -45,7 +46,7 @@ def make_items(
         "core_window": config.core_window,
         "behaviour": run.behaviour,
     }
-    if config.core_window == "train":
+    if config.core_window == "train" or source.texts:
         settings["split"] = config.split.settings()
     settings = json.loads(json.dumps(settings, default=str))
     inputs = {"events": events.hash}
@@ -74,6 +75,8 @@ def make_items(
         run.check_rejects(section.rejected, " of the item files")
         metadata, hashes = section.rows, section.hashes
         left_out = section.rejected.left_out
+    elif source.texts:
+        metadata = _read_texts(run, events, split)
     keeps_all = source.items is not None and source.items.keep == "all"
     described = metadata["item_id"] if keeps_all else None
     in_core, core_rounds = core_items(
@@ -144,6 +147,40 @@ def make_items(
         f"items dropped"
     )
     return committed
+
+
+def _read_texts(run: Run, events: Table, split: Split) -> pl.DataFrame:
+    """Read the latest text of each item before validation from the events."""
+    columns = [f"text_{name}" for name in run.source.texts]
+    before = split.val_start_ms if split.by == "temporal" else None
+    calls = [(uri,) for uri in events.part_uris()]
+    parts = run.executor.map_unordered(_read_latest_texts, calls, (columns, before))
+    texts = _select_latest(pl.concat([part for _, part in parts]))
+    texts = texts.pivot("column", index="item_id", values="text")
+    names = [name for name in columns if name not in texts.columns]
+    return texts.with_columns(pl.lit(None, pl.String).alias(name) for name in names)
+
+
+def _read_latest_texts(
+    columns: list[str], before_ms: int | None, uri: str
+) -> pl.DataFrame:
+    """Read the latest text of each item and column of a part of the events."""
+    events = read_events(uri, ["item_id", "timestamp_ms", *columns])
+    if before_ms is not None:
+        events = events.filter(pl.col("timestamp_ms") < before_ms)
+    texts = events.unpivot(
+        columns,
+        index=["item_id", "timestamp_ms"],
+        variable_name="column",
+        value_name="text",
+    )
+    return _select_latest(texts.drop_nulls())
+
+
+def _select_latest(texts: pl.DataFrame) -> pl.DataFrame:
+    """Select the latest text of each item and column; of equal times the greatest."""
+    ordered = texts.sort("timestamp_ms", "text")
+    return ordered.unique(["item_id", "column"], keep="last")
 
 
 def _check_metadata(run: Run, in_core: pl.DataFrame, described: pl.Series) -> None:

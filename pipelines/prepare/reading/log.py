@@ -354,6 +354,10 @@ class Log(Files):
     """Earlier behaviours without times: {column, at, labels}."""
     items: Items | None = None
     """Item files: {files, item, texts, attributes, numbers}."""
+    texts: Columns = field(default_factory=dict)
+    """Texts of items that the event files have, usually written {items: {from: events,
+    texts: ...}}: an item has its latest value before validation, or in the whole log if
+    the split is leave_last_out."""
     users: Users | None = None
     """User files: {files, user, attributes}; the attributes become categorical features
     of all events of the user."""
@@ -365,14 +369,22 @@ class Log(Files):
 
     def __post_init__(self) -> None:
         if self.sequence is not None:
-            others = (self.explode, self.labels, self.history, self.position)
+            others = (
+                self.explode,
+                self.labels,
+                self.history,
+                self.position,
+                self.texts,
+            )
             if self.time or self.request or any(others):
                 raise ValueError("'sequence' reads lists without times or labels")
             object.__setattr__(self, "time", Time(unit="order"))
         elif self.item is None or self.time is None:
             missing = "item" if self.item is None else "time"
             raise ValueError(f"'{missing}' is missing")
-        for key in ("labels", "numbers", "categories", "explode", "as_of"):
+        if self.texts and self.items:
+            raise ValueError("texts of items are either in 'items.files' or in events")
+        for key in ("labels", "numbers", "categories", "texts", "explode", "as_of"):
             check_names(getattr(self, key), key)
         for name, label in self.labels.items():
             self.labels[name] = self._build_label_time(name, label)
@@ -450,6 +462,7 @@ class Log(Files):
             **_add_prefix("known", times),
             **_add_prefix("num", self.numbers),
             **_add_prefix("cat", self.categories),
+            **_add_prefix("text", self.texts),
         }
         return {name: text for name, text in columns.items() if text}
 
@@ -482,7 +495,9 @@ class Log(Files):
     def schema(self) -> pa.Schema:
         """Schema of the events."""
         info = self.info
-        return events_schema(info.labels, info.numbers, info.categories, info.known)
+        return events_schema(
+            info.labels, info.numbers, info.categories, info.known, self.texts
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -505,7 +520,7 @@ class Log(Files):
     def items_columns(self) -> tuple[list[str], list[str]]:
         """Names of the items' texts and attributes, without `text_` and `cat_`."""
         if self.items is None:
-            return [], []
+            return list(self.texts), []
         return list(self.items.texts), list(self.items.attributes)
 
     @property
@@ -562,6 +577,11 @@ def _changed_fields(value: Any) -> Any:
 
 def parse_log(content: dict[str, Any]) -> Log:
     """Build a log from the content of a mapping file."""
+    items = content.get("items")
+    if isinstance(items, dict) and "from" in items:
+        if items["from"] != "events" or items.keys() != {"from", "texts"}:
+            raise UserError("items.from is 'events', with 'texts' and no other key")
+        content = {**content, "items": None, "texts": items["texts"]}
     log: Log = build(Log, content)
     return log
 

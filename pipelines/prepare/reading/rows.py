@@ -843,6 +843,8 @@ class EventParser:
             rows.parse_number(f"num_{name}")
         for name in log.categories:
             rows.parse_text(f"cat_{name}")
+        for name in log.texts:
+            rows.parse_text(f"text_{name}")
         rows.join(self.users)
         return rows
 

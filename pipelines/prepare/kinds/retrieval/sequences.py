@@ -41,9 +41,10 @@ class RetrievalBuilder(SequenceBuilder):
 
     @property
     def columns(self) -> list[str]:
-        """Columns of `events` that are read: all but request ids and positions."""
-        unused = ("request_id", "position")
-        return [name for name in self.source.schema.names if name not in unused]
+        """Columns of `events` that are read: no request ids, positions and texts."""
+        unused = ("request_id", "position", "text_")
+        names = self.source.schema.names
+        return [name for name in names if not name.startswith(unused)]
 
     @property
     def output(self) -> pa.Schema:
