@@ -184,8 +184,9 @@ def part_stats(events: pl.DataFrame, behaviour: str | None) -> PartStats:
     if not len(time):
         return PartStats(users, items, {})
     hours = (time // HOUR_MS * HOUR_MS).value_counts(name="rows")
-    first, last = int(time.min()), int(time.max())  # type: ignore[call-overload]
-    step = int(np.gcd.reduce((time - first).to_numpy()))
+    times = time.to_numpy()
+    first, last = int(times.min()), int(times.max())
+    step = int(np.gcd.reduce(times - first))
     return PartStats(users, items, dict(hours.iter_rows()), first, last, step)
 
 

@@ -86,8 +86,8 @@ class ActionsCounter(KeyCounter):
         events = events.join(
             lookups.items, on="item_id", how="left", maintain_order="left"
         )
-        columns = ["item_index" if key == ITEM else f"key_{key}" for key in self.keys]
-        keys = [events[column].fill_null(-1).to_numpy() for column in columns]
+        names = ["item_index" if key == ITEM else f"key_{key}" for key in self.keys]
+        keys = [events[name].fill_null(-1).to_numpy() for name in names]
         columns = events.select(
             pl.Series("counted_labels", counted_labels(events, self.config)),
             *(pl.Series(f"key_{index}", key) for index, key in enumerate(keys)),

@@ -130,6 +130,7 @@ def _write_bucket(
 ) -> tuple[int, Part | None, Counter[str]]:
     """Write a row per key of one bucket; return the part and the number of keys."""
     rows = split_by_kind(exchanged)
+    assert lookups.queries is not None, "a search log has queries"
     ids = {"item_index": lookups.items, "query_index": lookups.queries}
     names = counted_names(counter.builder.config.search)
     names["pair"] += ["pair_gap", "pair_seen"]
