@@ -39,7 +39,7 @@ from benchmarks.harness import (
 )
 from models import loaded_model
 from models.cpu.matmul import use_exact_onednn
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.student import Student
 from models.retrieval.tiger.tiger import TigerConfig

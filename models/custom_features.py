@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from core.schemas import Category, CustomFeatures
-from models.dataset.encoding import hash_strings
+from models.dataset.columns import hash_strings
 from models.layers.standardised import MAX_DEVIATIONS, Standardised
 from models.warm_start import EmbeddingTables
 

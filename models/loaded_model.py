@@ -2,7 +2,7 @@
 
 model = build_model({"name": "sasrec", "dim": 32}, catalogue)
 loaded = LoadedModel.load("runs/tiger/best", Inputs(tables, sids), device="cuda")
-examples = loaded.model.load_examples(loaded.catalogue, "test")
+examples = Dataset.load(loaded.model, loaded.catalogue, "test")
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from models.cpu.matmul import use_exact_onednn
-from models.dataset.dataset import Dataset
-from models.dataset.kind import Kind, NewExamples, Selection
+from models.dataset.dataset import Dataset, Kind
 from models.requests import Requests
 
 Ranked = Literal["catalogue", "candidates", "nothing"]
@@ -154,39 +153,18 @@ class Model(nn.Module):
         """
         return cls.requests_class.list_names(info)
 
-    def dataset_options(self, catalogue: Any) -> Any:
-        """Return the options of the kind's dataset, None for a kind without options."""
-        return None
-
-    def load_examples(
-        self,
-        catalogue: Any,
-        split: str,
-        unit: str = "",
-        max_history: int = 0,
-        new: NewExamples | None = None,
-        **share: int,
-    ) -> Dataset:
-        """Load the examples of a split.
+    def selection(self, catalogue: Any, split: str, **fields: Any) -> Any:
+        """Return the examples of a split that the model reads.
 
         Args:
             catalogue: Catalogue of the tables.
             split: Name of the split.
-            unit: Unit of an example; by default the unit of evaluation.
-            max_history: Maximum number of behaviours of a history; by default the value
-                in the config.
-            new: Selection of the training examples; None for all.
-            share: This worker's `rank` and `world`.
+            fields: Fields of the kind's `Selection`; by default the model's unit and
+                the `max_history` of the config.
         """
-        selection = Selection(
-            split,
-            unit or self.eval_unit,
-            max_history or self.config.max_history,
-            self.dataset_options(catalogue),
-            new,
-        )
-        sequences = catalogue.versions["sequences"]
-        return Dataset.load(self.kind, sequences, selection, **share)
+        unit = self.example_unit if split == "train" else self.eval_unit
+        defaults = {"unit": unit, "max_history": self.config.max_history}
+        return self.kind.selection_class(split, **(defaults | fields))
 
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, Dataset]

@@ -13,7 +13,6 @@ tables.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -36,7 +35,6 @@ from core.ids import parse_item_id
 from core.schemas import CustomFeatures
 from core.tables import LARGEST_NUMBER
 from models.custom_features import CATEGORY, NUMBER
-from models.dataset.kind import Selection
 from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
@@ -226,14 +224,13 @@ class Requests:
         Args:
             rows: The rows, one per request.
             max_history: Maximum number of behaviours of a request.
-            changes: Options of the dataset that differ from those of the training.
+            changes: Fields of the selection that differ from those of the model.
         """
-        kind, options = self.model.kind, self.model.dataset_options(self.catalogue)
+        kind = self.model.kind
         columns = kind.decode(pa.Table.from_pylist(rows, self.schema), self.info)
-        if changes:
-            options = replace(options, **changes)
-        unit = self.model.eval_unit
-        selection = Selection(self.split, unit, max_history, options)
+        selection = self.model.selection(
+            self.catalogue, self.split, max_history=max_history, **changes
+        )
         return kind.collate(kind.plan(columns, selection))
 
     @classmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -26,8 +26,7 @@ from core.schemas import Inputs, SequencesInfo
 from core.tables import Table, open_table
 from models import own_code, registry
 from models.custom_features import adopt_scales
-from models.dataset.dataset import Dataset
-from models.dataset.kind import NewExamples
+from models.dataset.dataset import Dataset, NewExamples
 from models.evaluation import add_sums, measure_examples
 from models.loaded_model import load_catalogue
 from models.metrics.metric import lower_is_better
@@ -112,12 +111,11 @@ class TrainingRun:
         new = NewExamples(since, fit.replay_fraction, fit.seed) if since else None
         torch.manual_seed(fit.seed)
         module = model_class(config, catalogue).to(device)
-        load = partial(module.load_examples, catalogue, rank=rank, world=world)
-        train = load("train", unit=model_class.example_unit, new=new)
+        train = Dataset.load(module, catalogue, "train", rank, world, new=new)
         if not len(train):
             newer = f" newer than the training of {init or 'this run'}" if since else ""
             raise UserError(f"{inputs.sequences} has no train request{newer}")
-        val = load("val")
+        val = Dataset.load(module, catalogue, "val", rank, world)
         if initial and init:
             changes = load_extended_weights(
                 module, init, initial, catalogue.num_items, trains=True
@@ -192,8 +190,9 @@ class TrainingRun:
         """The counts of the training behaviours by item, if the model ranks them."""
         if self.model.ranks != "catalogue":
             return {}
-        train: Any = self.model.load_examples(self.catalogue, "train", "behaviour")
-        targets, num_items = train.examples.targets, self.catalogue.num_items
+        catalogue = self.catalogue
+        train: Any = Dataset.load(self.model, catalogue, "train", unit="behaviour")
+        targets, num_items = train.examples.targets, catalogue.num_items
         return {"popularity": encode_counts(targets, num_items)}
 
     def checkpoint(self, **fields: Any) -> Checkpoint:

@@ -41,7 +41,7 @@ LEADING = {"retrieval": "ndcg@10", "search": "gauc", "actions": "eval_loss"}
 
 METRICS = re.compile(
     r"val/(ndcg@10|gauc|mean/rig)|test/(recall@5|recall@10|ndcg@5|ndcg@10|(mean/)?auc"
-    r"|(with_position/)?gauc|(\w+/)?normalised_entropy|log_loss|eval_loss|mean/rig"
+    r"|gauc|(\w+/)?normalised_entropy|log_loss|eval_loss|mean/rig"
     r"|coverage@10|new_items@10|gini@10)"
 )
 """Metrics of the table of runs, as means over seeds with the standard deviation."""

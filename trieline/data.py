@@ -15,6 +15,7 @@ from core.files import absolute, join
 from core.schemas import Inputs
 from core.tables import TableInfo, open_table
 from models import registry
+from models.dataset.dataset import Dataset as Examples
 from models.loaded_model import load_catalogue
 
 
@@ -67,17 +68,15 @@ class Dataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this epoch's batches; the workers of a data loader take turns."""
-        data = self.examples
+        data, size = self.examples, self.batch_size
+        batches: Iterator[Any]
         if data.selection.split == "train":
-            batches = data.epoch_examples(
-                self.batch_size, seed=self.seed, epoch=self.epoch
-            )
+            batches = data.epoch_examples(size, seed=self.seed, epoch=self.epoch)
         else:
-            rows = data.evaluation_batches(self.batch_size)
-            batches = map(data.examples.take, rows)
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        yield from map(data.kind.collate, islice(batches, first, None, step))
+            batches = map(data.examples.take, data.evaluation_batches(size))
+        if worker := get_worker_info():
+            batches = islice(batches, worker.id, None, worker.num_workers)
+        yield from map(data.kind.collate, batches)
 
 
 def dataset(
@@ -106,6 +105,4 @@ def dataset(
     model_class = registry.find(config.name)
     torch.manual_seed(seed)
     built = model_class(model_class.resolve_config(config, catalogue), catalogue)
-    unit = model_class.example_unit if split == "train" else ""
-    examples = built.load_examples(catalogue, split, unit=unit)
-    return Dataset(built, examples, batch_size, seed)
+    return Dataset(built, Examples.load(built, catalogue, split), batch_size, seed)

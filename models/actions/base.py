@@ -25,7 +25,7 @@ from core.options import STRICT, Dropout, Fraction
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.actions.requests import ActionsOptions
+from models.actions.requests import ActionsSelection
 from models.custom_features import CustomInputs
 from models.label_loss import (
     LabelOptions,
@@ -301,9 +301,10 @@ class FusionModel(ActionsModel):
             x = block(x, layout, *added_values)
         return x
 
-    def dataset_options(self, catalogue: ActionsCatalogue) -> ActionsOptions:
-        """Return the overlap of training examples."""
-        return ActionsOptions(self.config.window_overlap)
+    def selection(self, catalogue: Any, split: str, **fields: Any) -> ActionsSelection:
+        """Return the examples to load, with the overlap of training examples."""
+        overlap = self.config.window_overlap
+        return super().selection(catalogue, split, window_overlap=overlap, **fields)
 
     def build_blocks(self, *, strict: bool) -> nn.ModuleList:
         """Build `num_layers` Transformer blocks.

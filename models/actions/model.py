@@ -14,7 +14,7 @@ from torch import Tensor
 from models.actions import metrics
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.requests import ACTIONS, ActionsOptions, ActionsRequests
+from models.actions.requests import ACTIONS, ActionsRequests
 from models.model import Model, Ranked
 
 
@@ -34,10 +34,6 @@ class ActionsModel(Model):
     needs_ids: bool = False
     """Whether all items have an id in training, so that new items of requests are
     scored badly."""
-
-    def dataset_options(self, catalogue: ActionsCatalogue) -> ActionsOptions:
-        """Return options of the dataset."""
-        return ActionsOptions()
 
     def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) logits of the valid candidates of all users, row by row."""

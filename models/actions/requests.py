@@ -1,7 +1,7 @@
 """Actions requests: from rows of `sequences` to batches, and the served request.
 
-    selection = Selection("train", "user", 1024, ActionsOptions())
-    dataset = Dataset.load(ACTIONS, sequences, selection)
+    selection = ActionsSelection("train", "user", 1024)
+    dataset = Dataset.open(ACTIONS, sequences, selection)
 
 The rows of a training batch have similar lengths, which keeps padding small. Training
 batches have about equally many events, so that all events have the same weight in the
@@ -54,7 +54,7 @@ from models.actions.batch import ActionsBatch, has_tied_times
 from models.actions.catalogue import ActionsCatalogue
 from models.custom_features import CATEGORY, NUMBER, read_features
 from models.dataset.columns import Columns
-from models.dataset.kind import Examples, Kind, Selection
+from models.dataset.dataset import Examples, Kind, Selection
 from models.requests import (
     CandidateRequest,
     ItemId,
@@ -146,8 +146,8 @@ def decode(table: pa.Table, info: ActionsInfo) -> Columns:
 
 
 @dataclass(frozen=True)
-class ActionsOptions:
-    """Options of a dataset of actions."""
+class ActionsSelection(Selection):
+    """The examples of a dataset of actions."""
 
     window_overlap: float = 0.5
     """Share of `max_history` by which a user's training examples overlap."""
@@ -209,15 +209,14 @@ class ActionsExamples(Examples):
         return replace(self, context=self.shared + drawn)
 
 
-def plan(columns: Columns, selection: Selection) -> ActionsExamples:
+def plan(columns: Columns, selection: ActionsSelection) -> ActionsExamples:
     """Cut the events of the split into examples."""
-    options: ActionsOptions = selection.options
     max_history, split = selection.max_history, selection.split
     offsets = lengths_to_offsets(columns["behaviours_per_user"])
     train_end = columns["train_end"].astype(np.int64)  # by user, as is `val_end`
     val_end = columns["val_end"].astype(np.int64)
     if split == "train":  # windows without candidates
-        stride = max(1, max_history - int(options.window_overlap * max_history))
+        stride = max(1, max_history - int(selection.window_overlap * max_history))
         excess = np.maximum(train_end - max_history, 0)
         num_windows = np.where(train_end > 0, 1 + (excess + stride - 1) // stride, 0)
         user = row_numbers(num_windows)  # by window, as are the arrays below
@@ -229,7 +228,7 @@ def plan(columns: Columns, selection: Selection) -> ActionsExamples:
     else:  # context without a learned event, and the candidates
         split_begin = train_end if split == "val" else val_end
         split_end = val_end if split == "val" else columns["behaviours_per_user"]
-        user = np.flatnonzero((split_end > split_begin) | options.keep_empty)
+        user = np.flatnonzero((split_end > split_begin) | selection.keep_empty)
         begin = np.maximum(split_begin[user] - max_history, 0)
         context = shared = split_begin[user] - begin
         lengths = split_end[user] - begin
@@ -295,6 +294,7 @@ ACTIONS = Kind(
     list_columns,
     plan,
     collate,
+    ActionsSelection,
     request_unit="sequences of events",
     learned_unit="events",
 )

@@ -17,9 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+PAD = -1
+"""`item_index` at padding of a history, and target of a request without a target."""
 
 
 def axes(*names: str, padding: float = 0, default: Any = dataclasses.MISSING) -> Any:
@@ -40,6 +45,11 @@ def bucket_size(size: int) -> int:
     power = 1 << (size - 1).bit_length() - 1
     half_more = power * 3 // 2
     return half_more if size <= half_more else power * 2
+
+
+def to_tensor(values: NDArray) -> Tensor:
+    """Convert an array of any integer type to an int64 tensor."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,34 +1,180 @@
 """Examples of one split of a `sequences` table, and the batches of one worker.
 
-    dataset = Dataset.load(RETRIEVAL, sequences, Selection("train", "request", 20))
+    selection = Selection("train", "request", 20)
+    dataset = Dataset.open(RETRIEVAL, sequences, selection)
     for batch in dataset.epoch(256, seed=1, epoch=0):
         ...
 
 An example is a window of one user's behaviours and the requests that the window serves.
-A kind plans its examples over the table's columns (`models/dataset/columns.py`) and
-collates them to tensors. Every worker memory-maps the whole table. The order of an
-epoch is the same for any number of workers, and worker `r` of `w` takes every `w`-th
-example of a global batch, from number `r` on.
+A kind (`models/KIND/requests.py`) plans its examples over the table's columns
+(`models/dataset/columns.py`) and collates them to tensors; it never calls the dataset.
+Every worker memory-maps the whole table. The order of an epoch is a pure function of
+seed and epoch, the same for any number of workers, and worker `r` of `w` takes every
+`w`-th example of a global batch, from number `r` on.
 
-Shapes: `n` examples of the split.
+Shapes: `n` examples of the split, `m` requests.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, replace
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from core.errors import UserError
+from core.ragged import lengths_to_offsets, narrow_indices, split_evenly
+from core.splits import SPLITS
 from core.tables import Table
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns, open_columns
-from models.dataset.kind import Examples, Kind, Selection
-from models.dataset.order import count_steps, order_epoch
+
+WINDOW_STEPS = 64
+"""Number of steps whose examples are sorted together by length, so that a batch has
+little padding."""
+
+REQUEST_INDEX_BITS = 24
+"""Bits of a request number for the index among a user's requests: 16 million."""
+
+
+def request_number(
+    user_row: NDArray[np.integer], index: NDArray[np.integer]
+) -> NDArray[np.int64]:
+    """Return unique numbers of requests.
+
+    Args:
+        user_row: (m,) table row of each request's user.
+        index: (m,) index of each request among its user's requests.
+    """
+    return (np.asarray(user_row, np.int64) << REQUEST_INDEX_BITS) + index
+
+
+def request_index(number: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the `index` (m,) from which `request_number` made each `number` (m,)."""
+    return np.asarray(number, np.int64) & ((1 << REQUEST_INDEX_BITS) - 1)
+
+
+@dataclass(frozen=True)
+class NewExamples:
+    """Selection of the training examples of a model that continues another model."""
+
+    since: int = 0
+    """Time in ms; all examples from this time on are selected."""
+    replay_fraction: float = 1.0
+    """Fraction of the older examples to select at random."""
+    seed: int = 0
+    """Seed of the random selection."""
+
+    def mask(self, time: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return the (n,) mask of selected examples, given their (n,) times in ms."""
+        rng = np.random.default_rng([self.seed, 0])
+        is_replayed = rng.random(len(time)) < self.replay_fraction
+        return (time >= self.since) | is_replayed
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The examples that a dataset plans. A kind adds its options in a subclass."""
+
+    split: str
+    """`train`, `val`, `test`, or another entry of `Kind.splits`."""
+    unit: str
+    """Unit of an example, such as `request`; a kind documents its units."""
+    max_history: int
+    """Maximum number of behaviours of a history."""
+    new: NewExamples | None = None
+    """Selection of the training examples; None for all, and in other splits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """Windows of users' behaviours and the requests that each window serves."""
+
+    arrays: ClassVar[tuple[str, ...]] = ("user", "lengths", "weights")
+    """Names of the fields with a value for each example."""
+    counts_examples: ClassVar[bool] = False
+    """Whether the size of a training batch is its mean number of examples, instead of
+    the sum of their weights."""
+
+    columns: Columns
+    """The decoded table."""
+    selection: Selection
+    """The arguments of the plan."""
+    user: NDArray[np.integer]
+    """(n,) table row of each example's user."""
+    lengths: NDArray[np.integer]
+    """(n,) sequence length of each example; batches have similar lengths."""
+    weights: NDArray[np.integer]
+    """(n,) weight of each example in a batch."""
+    num_requests: int
+    """Number of requests of the split in the unit that the kind names, for messages."""
+    num_learned: int
+    """Number of requests (for a feed, events) that the examples learn."""
+    skipped_users: NDArray[np.integer] = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )
+    """(s,) table row of the user of each of the s requests without an example."""
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    def take(self, rows: NDArray) -> Self:
+        """Return the examples with these (b,) indices."""
+        return replace(
+            self, **{name: getattr(self, name)[rows] for name in self.arrays}
+        )
+
+    def sort_order(self) -> NDArray[np.int64]:
+        """Return an order (n,) in which batches have little padding."""
+        return np.argsort(self.lengths, kind="stable")
+
+    def cut(self, batch_size: int) -> Iterator[slice]:
+        """Cut the examples into consecutive batches of a weight up to `batch_size`.
+
+        An example whose weight exceeds `batch_size` makes a batch of its own.
+        """
+        # (n + 1,) weight of all examples before each example
+        weight_before = lengths_to_offsets(self.weights)
+        first = 0
+        while first < len(self):
+            limit = weight_before[first] + batch_size
+            fitting = np.searchsorted(weight_before, limit, side="right") - 1
+            end = max(int(fitting), first + 1)
+            yield slice(first, end)
+            first = end
+
+    def draw(self, seed: list[int]) -> Self:
+        """Return the examples of a training batch, as drawn anew in each epoch."""
+        return self
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Functions of a kind of requests."""
+
+    name: str
+    """Name of the kind in the tables' info: `retrieval`, `search` or `actions`."""
+    decode: Callable[[pa.Table, Any], Columns]
+    """Return the flat arrays of one part of `sequences`, by name. Arguments are the
+    rows of the part, and the info of the table, a subclass of `SequencesInfo`."""
+    list_columns: Callable[[Any], list[str]]
+    """Return the columns of `sequences` that `decode` reads, given the info."""
+    plan: Callable[[Columns, Any], Examples]
+    """Plan the examples of a selection over the decoded columns."""
+    collate: Callable[[Any], Batch]
+    """Return the batch of some `Examples`."""
+    selection_class: type[Selection] = Selection
+    """Selection with the kind's options."""
+    splits: tuple[str, ...] = SPLITS
+    """Splits of the kind's tables."""
+    request_unit: str = "requests"
+    """Name of the unit of `Examples.num_requests`."""
+    learned_unit: str = "requests"
+    """Name of the unit of `Examples.num_learned`."""
 
 
 class Dataset:
@@ -59,9 +205,37 @@ class Dataset:
 
     @classmethod
     def load(
-        cls, kind: Kind, table: Table[Any], selection: Selection, **share: int
+        cls,
+        model: Any,
+        catalogue: Any,
+        split: str,
+        rank: int = 0,
+        world: int = 1,
+        **fields: Any,
     ) -> Self:
-        """Load the examples of a `sequences` table; `share` are `rank` and `world`."""
+        """Load the examples of a split that a model reads.
+
+        Args:
+            model: The model, whose `selection` gets the `fields`.
+            catalogue: Catalogue of the tables.
+            split: Name of the split.
+            rank: Rank of this worker.
+            world: Number of workers.
+        """
+        selection = model.selection(catalogue, split, **fields)
+        sequences = catalogue.versions["sequences"]
+        return cls.open(model.kind, sequences, selection, rank, world)
+
+    @classmethod
+    def open(
+        cls,
+        kind: Kind,
+        table: Table[Any],
+        selection: Selection,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Self:
+        """Load the examples of a `sequences` table."""
         if not table.rows:
             raise UserError(f"{table.uri} has no users")
         columns = open_columns(
@@ -71,7 +245,7 @@ class Dataset:
             lambda part: kind.decode(part, table.info),
             asdict(table.info),
         )
-        return cls(kind, columns, selection, **share)
+        return cls(kind, columns, selection, rank, world)
 
     def __len__(self) -> int:
         """Return the number of examples, over all workers."""
@@ -104,7 +278,8 @@ class Dataset:
         """
         if self.examples.counts_examples:
             return math.ceil(len(self) / batch_size)
-        return count_steps(self.examples.weights, batch_size)
+        total = int(self.examples.weights.sum())
+        return min(math.ceil(total / batch_size), len(self))
 
     def epoch_examples(
         self, batch_size: int, *, seed: int = 0, epoch: int = 0, skip: int = 0
@@ -196,3 +371,52 @@ class Dataset:
             limit: As in `evaluation_rows`.
         """
         return self.cut_batches(self.evaluation_rows(limit), batch_size)
+
+
+def order_epoch(
+    lengths: NDArray,
+    weights: NDArray,
+    batch_size: int,
+    steps: int,
+    *,
+    seed: int,
+    epoch: int,
+    skip: int = 0,
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the global batches of an epoch from step `skip` on.
+
+    The examples are permuted and split into windows of `WINDOW_STEPS` steps. The
+    examples of a window are sorted by length and split into batches, which are yielded
+    in random order.
+
+    Args:
+        lengths: (n,) length of each example's history.
+        weights: (n,) weight of each example, such as its number of requests.
+        batch_size: Number of examples of a batch, used if all weights are 1.
+        steps: Number of batches. If weights differ, batches have about equal weights.
+        seed: Seed of the order.
+        epoch: Number of the epoch, from 0.
+        skip: Number of steps to skip, to resume a run.
+
+    Yields:
+        (b,) indices of a batch's examples; no batch is empty.
+    """
+    order = narrow_indices(np.arange(len(lengths)))
+    np.random.default_rng([seed, epoch]).shuffle(order)
+    is_uniform = bool((weights == 1).all())
+    if is_uniform:
+        edges = np.minimum(np.arange(steps + 1) * batch_size, len(order))
+    else:
+        edges = split_evenly(weights[order], steps)
+    first_window = skip - skip % WINDOW_STEPS
+    for first in range(first_window, steps, WINDOW_STEPS):
+        last = min(first + WINDOW_STEPS, steps)
+        window = order[edges[first] : edges[last]].astype(np.int64)
+        window = window[np.argsort(lengths[window], kind="stable")]
+        cuts = edges[first : last + 1] - edges[first]
+        if not is_uniform:
+            cuts = split_evenly(weights[window], last - first)
+        rng = np.random.default_rng([seed, epoch, first])
+        batches = rng.permutation(last - first)  # order of the window's batches
+        for batch in batches[max(0, skip - first) :]:
+            yield window[cuts[batch] : cuts[batch + 1]]

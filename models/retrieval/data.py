@@ -19,8 +19,7 @@ from torch import Tensor
 
 from core.schemas import Inputs, RetrievalInfo
 from core.tables import Table, table_hashes
-from models.dataset.batch import Batch, axes
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD, Batch, axes
 from models.retrieval.search.trie import Trie
 
 

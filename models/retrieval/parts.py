@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.errors import UserError
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.search.beam import Scorer
 

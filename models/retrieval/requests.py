@@ -1,6 +1,6 @@
 """Retrieval requests: from rows of `sequences` to batches, and the served request.
 
-    dataset = Dataset.load(RETRIEVAL, sequences, Selection("train", "request", 20))
+    dataset = Dataset.open(RETRIEVAL, sequences, Selection("train", "request", 20))
 
 Units of an example:
 
@@ -48,18 +48,20 @@ from core.ragged import (
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
 from core.tables import Table
-from models.dataset.batch import Batch
-from models.dataset.columns import Columns
-from models.dataset.dataset import Dataset
-from models.dataset.encoding import (
-    PAD,
+from models.dataset.batch import PAD, Batch, to_tensor
+from models.dataset.columns import (
+    Columns,
     decode_splits,
     hash_strings,
     request_columns,
-    request_number,
-    to_tensor,
 )
-from models.dataset.kind import Examples, Kind, Selection
+from models.dataset.dataset import (
+    Dataset,
+    Examples,
+    Kind,
+    Selection,
+    request_number,
+)
 from models.requests import Ids, Requests, ServedRequest
 from models.retrieval.data import InteractionBatch, RequestBatch, WindowBatch
 
@@ -245,7 +247,7 @@ RETRIEVAL = Kind(
 def find_train_items(sequences: Table[RetrievalInfo]) -> NDArray[np.integer]:
     """Return the items (k,) of training requests and their histories, ascending."""
     selection = Selection("train", "user", 2**31 - 1)  # one window of each user
-    train: Any = Dataset.load(RETRIEVAL, sequences, selection).examples
+    train: Any = Dataset.open(RETRIEVAL, sequences, selection).examples
     behaviours = gather_ranges(train.offsets[train.user], train.end.astype(np.int64))
     targets = train.columns["target"][train.requests]
     return np.union1d(train.columns["item"][behaviours], targets)

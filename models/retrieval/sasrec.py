@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.options import STRICT, Dropout, NamedConfig
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.node_vectors import NodeVectors

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.options import STRICT
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD
 from models.retrieval.data import HistoryBatch
 from models.retrieval.node_vectors import NodeVectors
 from models.retrieval.options import BeamOptions

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import join
-from core.ragged import find_sorted, lengths_to_offsets
+from core.ragged import lengths_to_offsets
 from core.schemas import (
     CustomFeatures,
     Inputs,
@@ -38,8 +38,7 @@ from core.tables import (
     table_hashes,
 )
 from models.custom_features import CUSTOM_KEY, rescale
-from models.dataset.columns import Columns, open_columns
-from models.dataset.encoding import request_columns
+from models.dataset.columns import Columns, open_columns, request_columns
 from models.text.text_tables import open_vectors, read_vectors, root_mean_square
 
 NO_QUERY = -1
@@ -153,65 +152,6 @@ class SearchText:
         """Number Q of encoded queries."""
         return len(self.queries)
 
-    def collate(
-        self,
-        history: NDArray,
-        history_query: NDArray | None,
-        request_query: NDArray,
-        candidate: NDArray,
-        num_candidates: NDArray[np.int64],
-    ) -> dict[str, Any]:
-        """Return the text fields of a `SearchBatch`.
-
-        Each distinct vector of the batch is copied once; the other fields refer to it
-        by row.
-
-        Args:
-            history: (B, T) items.
-            history_query: (B, T) queries, or None if the model does not read them.
-            request_query: (R,) queries.
-            candidate: (N,) items.
-            num_candidates: (R,) number of candidates of each request.
-        """
-        if history_query is None:
-            history_query = np.full(history.shape, NO_QUERY)
-        has_text = self.width > 0
-        # queries of requests, then of behaviours
-        query = np.concatenate([request_query, history_query.ravel()])
-        distinct_query, query_row = _distinct_rows(
-            query, (query != NO_QUERY) & has_text
-        )
-        request_row, history_row = np.split(query_row, [len(request_query)])
-        # pairs of candidates, then of behaviours
-        pair_item = np.concatenate([candidate, history.ravel()]).astype(np.int64)
-        candidate_query = np.repeat(request_query, num_candidates)
-        pair_query = np.concatenate([candidate_query, history_query.ravel()])
-        is_pair = (pair_item >= 0) & (pair_query != NO_QUERY) & has_text
-        keys = pair_key(pair_item, pair_query, self.num_queries)
-        distinct_keys, pair_row = _distinct_rows(keys, is_pair)
-        table_row, is_encoded = find_sorted(self.pair_keys, distinct_keys)
-        if self.is_complete and not is_encoded.all():
-            missing_key = int(distinct_keys[~is_encoded][0])
-            item, missing_query = divmod(missing_key, self.num_queries + 1)
-            raise UserError(
-                f"the text has no embedding of item {item} with query "
-                f"{missing_query - 1}"
-            )
-        table_row = table_row[is_encoded]
-        encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
-        # index -1 reads the appended -1
-        pair_row = np.append(encoded_index, -1)[pair_row]
-        candidate_row, behaviour_row = np.split(pair_row, [len(candidate)])
-        return {
-            "query_text": torch.from_numpy(self.queries[distinct_query]),
-            "request_query_text": torch.from_numpy(request_row),
-            "history_query_text": torch.from_numpy(history_row.reshape(history.shape)),
-            "pair_text": torch.from_numpy(self.pairs[table_row]),
-            "joint_text": torch.from_numpy(self.joint[table_row]),
-            "candidate_pair_text": torch.from_numpy(candidate_row),
-            "history_pair_text": torch.from_numpy(behaviour_row.reshape(history.shape)),
-        }
-
 
 @dataclass(frozen=True)
 class SearchCatalogue:
@@ -248,8 +188,8 @@ class SearchCatalogue:
     versions: dict[str, Table[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
-    """Features that are unknown until a candidate is shown; `models/search/position.py`
-    hides them when ranking."""
+    """Features that are unknown until a candidate is shown; models do not read them of
+    candidates."""
 
     def __post_init__(self) -> None:
         if not self.text_size:
@@ -331,15 +271,6 @@ def pair_key(item: Any, query: Any, num_queries: int) -> Any:
         num_queries: Number of queries.
     """
     return item * (num_queries + 1) + query + 1
-
-
-def _distinct_rows(
-    values: NDArray, is_used: NDArray[np.bool_]
-) -> tuple[NDArray, NDArray[np.int64]]:
-    """Return the distinct used values, ascending, and each value's index in them."""
-    index = np.full(len(values), -1)
-    distinct, index[is_used] = np.unique(values[is_used], return_inverse=True)
-    return distinct, index
 
 
 def _feature_scale(

@@ -4,9 +4,7 @@
     means(sums)["gauc"], means(sums)["purchase/gauc"]
 
 Metrics of the first label have plain names; names of other labels' metrics begin with
-the label. Candidates are ranked without the position at which they were shown. Models
-whose training reads the position are measured with it as well, under `with_position/`.
-A label with a mask is measured where the mask is true.
+the label. A label with a mask is measured where the mask is true.
 
 An evaluation also has `gauc_within_positions`, which compares the candidates of all
 searches that were shown at the same position. The shown order has 0.5. It is absent if
@@ -31,16 +29,13 @@ from models.metrics.ranking_metrics import (
     ranking_sums,
     request_auc,
 )
-from models.search.batch import SearchBatch
+from models.search.requests import SearchBatch
 
 SHOWN: tuple[str, ...] = ("gauc", "auc")
 """Metrics of a training's best epoch that are printed."""
 
 WITHIN_POSITIONS = "gauc_within_positions"
 """Metric, and key of the sums from which it is computed."""
-
-WITH_POSITION = "with_position/"
-"""Prefix of metrics of a ranking that reads the shown position."""
 
 
 def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
@@ -56,29 +51,20 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
         EXAMPLES: torch.tensor(float(len(batch.request_row)), dtype=torch.float64)
     }
     is_measured = select_measured(batch.labels, model.masks)  # (N, K)
-    all_logits = {"": model.score(batch)}
-    if model.reads_position:
-        all_logits[WITH_POSITION] = model.score(batch, shown=True)
-    for position_prefix, logits in all_logits.items():
-        for i, label in enumerate(model.labels):
-            prefix = f"{position_prefix}{label}/" if i else position_prefix
-            candidates = is_measured[:, i]
-            label_logits = logits.float()[candidates, i]
-            labels = batch.labels[candidates, i]
-            request = batch.candidate_request[candidates]
-            sums |= ranking_sums(
-                label_logits, labels, request, prefix, model.correction
-            )
-            if by_user and not prefix:
-                position = batch.candidate_position[candidates]
-                sums[WITHIN_POSITIONS] = Histogram.by_group(
-                    label_logits, labels, position.clamp(min=0)
-                )
-                auc, _ = request_auc(label_logits, labels, request)
-                user = batch.user_row[batch.request_row[: len(auc)]]
-                sums[f"{PER_USER_PREFIX}gauc"] = PerUserValues.from_batch(
-                    user, auc, by_user
-                )
+    logits = model.score(batch).float()
+    for i, label in enumerate(model.labels):
+        prefix = f"{label}/" if i else ""
+        candidates = is_measured[:, i]
+        label_logits, labels = logits[candidates, i], batch.labels[candidates, i]
+        request = batch.candidate_request[candidates]
+        sums |= ranking_sums(label_logits, labels, request, prefix, model.correction)
+        if by_user and not prefix:
+            position = batch.candidate_position[candidates].clamp(min=0)
+            sums[WITHIN_POSITIONS] = Histogram.by_group(label_logits, labels, position)
+            auc, _ = request_auc(label_logits, labels, request)
+            user = batch.user_row[batch.request_row[: len(auc)]]
+            values = PerUserValues.from_batch(user, auc, by_user)
+            sums[f"{PER_USER_PREFIX}gauc"] = values
     return sums
 
 

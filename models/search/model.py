@@ -14,9 +14,13 @@ from torch import Tensor
 from core.schemas import SearchInfo
 from models.model import Model, Ranked
 from models.search import metrics
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.requests import SEARCH, SearchOptions, SearchRequests
+from models.search.requests import (
+    SEARCH,
+    SearchBatch,
+    SearchRequests,
+    SearchSelection,
+)
 
 
 class SearchModel(Model):
@@ -32,19 +36,18 @@ class SearchModel(Model):
     reads_first_label: ClassVar[bool] = False
     """Whether the model uses only the first label of the log."""
 
-    reads_position: bool = False
-    """Whether training reads the position at which a candidate was shown."""
-
     reads_times: bool = False
     """Whether the model reads the times of behaviours."""
     reads_history_queries: bool = False
     """Whether the model reads the text of behaviours' queries or pairs."""
 
-    def dataset_options(self, catalogue: SearchCatalogue) -> SearchOptions:
-        """Return options of the dataset."""
-        return SearchOptions(
-            catalogue.text, reads_history_queries=self.reads_history_queries
-        )
+    def selection(self, catalogue: Any, split: str, **fields: Any) -> SearchSelection:
+        """Return the examples to load, with the text that the model reads."""
+        text = {
+            "text": catalogue.text,
+            "reads_history_queries": self.reads_history_queries,
+        }
+        return super().selection(catalogue, split, **(text | fields))
 
     @classmethod
     def describe_requests(cls, info: SearchInfo) -> dict[str, Any]:
@@ -55,11 +58,7 @@ class SearchModel(Model):
         return description
 
     def score(self, batch: SearchBatch) -> Tensor:
-        """Return (N, K) logits of the candidates.
-
-        A model with `reads_position` has a further argument `shown`: whether to read
-        the positions at which candidates were shown.
-        """
+        """Return (N, K) logits of the candidates."""
         raise NotImplementedError
 
     def measure(

@@ -34,7 +34,6 @@ from core.errors import UserError
 from core.options import STRICT
 from models.label_loss import label_loss
 from models.layers.hstu import HSTULayer
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
 from models.search.encoders import (
     CausalBert,
@@ -44,6 +43,7 @@ from models.search.encoders import (
     pretrained_sizes,
 )
 from models.search.ranker import Ranker, RankerConfig
+from models.search.requests import SearchBatch
 from models.training.distributed import global_mean
 
 
@@ -246,15 +246,12 @@ class QGS(Ranker):
             return self.head(states)
         return self.head(torch.cat([states, self.text.project_query(text, row)], -1))
 
-    def rank_from_states(
-        self, request_states: Tensor, batch: SearchBatch, shown: bool = False
-    ) -> Tensor:
+    def rank_from_states(self, request_states: Tensor, batch: SearchBatch) -> Tensor:
         """Return (N, K) logits of the candidates.
 
         Args:
             request_states: (R, D) state before each request.
             batch: Batch of requests.
-            shown: Whether to read shown positions, if `config.position` allows it.
         """
         request = batch.candidate_request
         if self.config.query_condition == "joint":
@@ -269,14 +266,14 @@ class QGS(Ranker):
             )  # (R, D)
             sequence = functional.embedding(request, predictions)
         if not self.config.match:
-            return self.rank(batch, sequence, shown)
+            return self.rank(batch, sequence)
         document = self.target(self.embed_documents(batch.candidate))
         # in float32, since bfloat16 is too coarse
         cosine = functional.cosine_similarity(
             sequence.float(), document.float(), dim=-1
         )
         match = cosine[:, None] / self.config.temperature  # (N, 1)
-        return self.rank(batch, sequence, shown, match)
+        return self.rank(batch, sequence, match)
 
     def request_states(self, states: Tensor, batch: SearchBatch) -> Tensor:
         """Return the state (R, D) after the last behaviour before each request.
@@ -290,16 +287,11 @@ class QGS(Ranker):
         before = functional.embedding(last, states.flatten(0, 1))
         return torch.where((end > 0)[:, None], before, self.start)
 
-    def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
-        """Return (N, K) logits, from one encoder pass per row.
-
-        Args:
-            batch: Batch of requests.
-            shown: Whether to read shown positions, if `config.position` allows it.
-        """
+    def score(self, batch: SearchBatch) -> Tensor:
+        """Return (N, K) logits, from one encoder pass per row."""
         states = self.encode_history(batch, self.history_tokens(batch))
         request_states = self.request_states(states, batch)
-        logits = self.rank_from_states(request_states, batch, shown)
+        logits = self.rank_from_states(request_states, batch)
         return logits + self.config.correction
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
@@ -312,7 +304,7 @@ class QGS(Ranker):
         tokens = self.history_tokens(batch)
         states = self.encode_history(batch, tokens)
         request_states = self.request_states(states, batch)
-        logits = self.rank_from_states(request_states, batch, shown=True)
+        logits = self.rank_from_states(request_states, batch)
         ranking = label_loss(logits, batch.labels, self.weights, is_learned)
         if not self.config.infonce_weight:
             return {"loss": ranking}

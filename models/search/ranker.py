@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.options import STRICT, Dropout, Fraction
+from models.custom_features import CustomInputs
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -28,15 +28,10 @@ from models.label_loss import (
     sample_learned,
 )
 from models.layers.hstu import HSTULayer
-from models.search.batch import SearchBatch
+from models.layers.standardised import Standardised
 from models.search.catalogue import NO_QUERY, SearchCatalogue
-from models.search.inputs import (
-    FeatureScaler,
-    TextProjection,
-)
 from models.search.model import SearchModel
-from models.search.position import Mode, Position
-from models.search.requests import SearchOptions
+from models.search.requests import SearchBatch, SearchSelection
 
 CATEGORY_WIDTH = 16
 """Width of the embedding of each category feature of the log."""
@@ -68,18 +63,115 @@ class RankerConfig(LabelOptions):
     """Inner width of a label's tower (Sec. 3.6 names no size)."""
     dropout: Dropout = 0.1
     """Dropout rate in the DNN, the towers and the encoder."""
-    position: Mode = "hidden"
-    """How training uses the position at which a result was shown: `hidden` does not
-    read it, `dropout` reads it as a feature for a share of the requests, `bias` adds a
-    term of the position to the logits. Evaluation and serving never read it."""
-    position_dropout: Dropout = 0.5
-    """With `position: dropout`, the share of requests whose positions are hidden in
-    training."""
     category_dropout: Dropout = 0.02
     """Share of category values replaced by the unknown value in training, so that the
     embedding of unknown values is trained."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
+
+
+class TextProjection(nn.Module):
+    """Trained projections of frozen text vectors; of ids if there is no text.
+
+    One projection reduces documents and pairs, another one queries. The vectors of
+    documents are a buffer of the module. The vectors of queries and pairs are part of a
+    batch, together with the row of each use; row -1 means padding or no text.
+
+    Without text, documents and pairs have a trained vector of the document's id, and
+    queries have vectors of width 0.
+    """
+
+    items: Tensor
+    """(I, W) vectors of the documents."""
+
+    def __init__(self, catalogue: SearchCatalogue, width: int) -> None:
+        super().__init__()
+        vectors = catalogue.text.items
+        self.register_buffer("items", vectors, persistent=False)
+        self.has_text = vectors.shape[1] > 0
+        self.document: nn.Module
+        if not self.has_text:
+            self.document = nn.Embedding(catalogue.num_items, width)
+            nn.init.normal_(self.document.weight, std=0.02)
+            return
+        # entries of normalised vectors are small compared with standardised features
+        self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
+        self.document = nn.Linear(vectors.shape[1], width)
+        self.of_query = nn.Linear(vectors.shape[1], width)
+
+    def project_query(self, vectors: Tensor, row: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of queries, 0 at row -1.
+
+        Without text they have width 0.
+
+        Args:
+            vectors: (n, W) vectors of queries, or joint vectors of queries and items.
+            row: (...) row of each query in `vectors`.
+        """
+        if not self.has_text:
+            return self.items.new_zeros(*row.shape, 0)
+        if not len(vectors):
+            # part of the graph, since DDP needs gradients of all weights
+            zeros = self.items.new_zeros(*row.shape, self.items.shape[1])
+            return self.of_query(zeros) * 0
+        reduced = self.of_query(self.gain * vectors[row.clamp(min=0)])
+        return reduced * (row >= 0)[..., None]
+
+    def project_item(self, item: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of documents alone.
+
+        Args:
+            item: (...) items; padding gets the vector of item 0.
+        """
+        item = item.clamp(min=0)
+        if not self.has_text:
+            return self.document(item)
+        return self.document(self.gain * self.items[item])
+
+    def project_pair(self, item: Tensor, pairs: Tensor, row: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of pairs ([CLS] in Eq. 1 of QGS).
+
+        Args:
+            item: (...) items.
+            pairs: (P, W) vectors of pairs.
+            row: (...) row of each pair in `pairs`, -1 for the document alone.
+        """
+        if not self.has_text:
+            return self.project_item(item)
+        vectors = self.items[item.clamp(min=0)]
+        if len(pairs):
+            is_pair = (row >= 0)[..., None]
+            vectors = torch.where(is_pair, pairs[row.clamp(min=0)], vectors)
+        return self.document(self.gain * vectors)
+
+
+class FeatureScaler(Standardised):
+    """Scale features: standardise built-in features, embed the log's custom features.
+
+    Args:
+        catalogue: Catalogue with the features and their scales.
+        width: Width of the embedding of each category.
+        dropout: Share of category values replaced by the unknown value in training.
+    """
+
+    def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
+        super().__init__(
+            catalogue.feature_mean, catalogue.feature_std, catalogue.features
+        )
+        self.own = None  # the name in checkpoints
+        if catalogue.custom_features.names:
+            self.own = CustomInputs(catalogue.custom_features, width, dropout)
+        custom_columns = self.own.columns if self.own else []
+        self.columns = [*catalogue.features[: len(self.mean)], *custom_columns]
+        """(O,) name of the feature of each output column."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the columns (..., O) of `features` (..., F)."""
+        if self.own is None:
+            return super().forward(features)
+        built_in = features[..., : len(self.mean)]
+        custom_features = features[..., len(self.mean) :]
+        return torch.cat([super().forward(built_in), self.own(custom_features)], -1)
 
 
 class HFGAttention(nn.Module):
@@ -142,6 +234,8 @@ class Ranker(SearchModel):
     config: RankerConfig
     by_group: Tensor
     """Indices of the feature columns of all groups, group after group."""
+    is_known: Tensor
+    """(O,) bool: feature columns that are known before a result is shown."""
 
     def __init__(
         self,
@@ -157,14 +251,9 @@ class Ranker(SearchModel):
         self.correction = config.correction
         self.text = TextProjection(catalogue, config.text_width)
         self.scale = FeatureScaler(catalogue, CATEGORY_WIDTH, config.category_dropout)
-        self.shown_at = Position(
-            config.position,
-            config.position_dropout,
-            tuple(self.scale.columns),
-            catalogue.unknown_when_ranking,
-            len(self.labels),
-        )
-        self.reads_position = self.shown_at.reads
+        unknown = catalogue.unknown_when_ranking
+        is_known = torch.tensor([name not in unknown for name in self.scale.columns])
+        self.register_buffer("is_known", is_known.bool(), persistent=False)
         text_sizes = [config.text_width] * (2 if self.text.has_text else 1)
         raw = len(self.scale.columns) + sum(text_sizes)
         self.dnn = nn.Sequential(
@@ -198,12 +287,14 @@ class Ranker(SearchModel):
             for _ in self.labels
         )
 
-    def dataset_options(self, catalogue: SearchCatalogue) -> SearchOptions:
-        """Return options of the dataset, which are partly those of the model."""
-        return replace(
-            super().dataset_options(catalogue),
+    def selection(self, catalogue: Any, split: str, **fields: Any) -> SearchSelection:
+        """Return the examples to load, with the windows and batches of training."""
+        return super().selection(
+            catalogue,
+            split,
             window_overlap=self.config.window_overlap,
             batch_unit=self.config.batch_unit,
+            **fields,
         )
 
     def prepare_training(
@@ -218,7 +309,6 @@ class Ranker(SearchModel):
         self,
         batch: SearchBatch,
         sequence: Tensor | None = None,
-        shown: bool = False,
         match: Tensor | None = None,
     ) -> Tensor:
         """Return (N, K) logits of the candidates.
@@ -226,12 +316,10 @@ class Ranker(SearchModel):
         Args:
             batch: Batch of requests.
             sequence: (N, sequence_width) user state of each candidate, or None.
-            shown: Whether to read shown positions, if `config.position` allows it.
             match: (N, 1) similarity of user state and candidate, or None.
         """
         request = batch.candidate_request
-        scaled = self.scale(batch.features)
-        features = self.shown_at.hide(scaled, request, len(batch.request_query), shown)
+        features = self.scale(batch.features) * self.is_known
         query_row = batch.request_query_text[request]  # (N,)
         query_embedding = self.text.project_query(batch.query_text, query_row)  # (N, E)
         document = self.text.project_pair(
@@ -258,22 +346,16 @@ class Ranker(SearchModel):
         if match is not None:
             # not normalised, which would shrink one number among hundreds
             fused = torch.cat([fused, match], 1)
-        logits = torch.cat([tower(fused) for tower in self.towers], 1)
-        return logits + self.shown_at.compute_bias(scaled, shown)
+        return torch.cat([tower(fused) for tower in self.towers], 1)
 
-    def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
-        """Return (N, K) logits, corrected for the sampling of negatives.
-
-        Args:
-            batch: Batch of requests.
-            shown: Whether to read shown positions, if `config.position` allows it.
-        """
-        return self.rank(batch, shown=shown) + self.config.correction
+    def score(self, batch: SearchBatch) -> Tensor:
+        """Return (N, K) logits, corrected for the sampling of negatives."""
+        return self.rank(batch) + self.config.correction
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
         """Return the ranking `loss`: weighted binary cross-entropy of all labels."""
         batch, is_learned = self.sample_candidates(batch)
-        logits = self.rank(batch, shown=True)
+        logits = self.rank(batch)
         return {"loss": label_loss(logits, batch.labels, self.weights, is_learned)}
 
     def sample_candidates(

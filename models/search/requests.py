@@ -1,7 +1,7 @@
 """Search requests: from rows of `sequences` to batches, and the served request.
 
-    options = SearchOptions(text=catalogue.text)
-    dataset = Dataset.load(SEARCH, sequences, Selection("train", "user", 100, options))
+    selection = SearchSelection("train", "user", 100, text=catalogue.text)
+    dataset = Dataset.open(SEARCH, sequences, selection)
 
 An example is a history with all requests that it serves, so that one encoder pass
 serves all these requests. Units of an example:
@@ -25,8 +25,13 @@ then needs no features of its candidates. Queries, and pairs of query and docume
 are not in the training tables are encoded by the encoder of the bundle and cached.
 Without an encoder, an unknown query is treated as no query, with a warning.
 
-Shapes: `B` rows, `R` requests, `N` candidates, `F` features, `K` labels, `n` examples,
-`m` requests of the split.
+The candidates of all requests of a batch form one flat axis. A candidate refers to its
+request. A request refers to its row and has the number of the row's behaviours before
+the request.
+
+Shapes: `B` rows, `T` behaviours, `R` requests, `N` candidates, `Q` distinct queries,
+`P` distinct pairs of item and query, `F` features, `K` labels, `W` width of text, `n`
+examples, `m` requests of the split.
 """
 
 from __future__ import annotations
@@ -40,10 +45,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from core.errors import UserError
 from core.ragged import (
     find_rows,
+    find_sorted,
     gather_ranges,
     lengths_to_offsets,
     pad_indices,
@@ -55,15 +62,9 @@ from core.schemas import SearchInfo, search_schema
 from core.splits import SPLITS
 from core.tables import read_parquet
 from models.custom_features import read_features
-from models.dataset.columns import Columns
-from models.dataset.encoding import (
-    PAD,
-    decode_splits,
-    request_columns,
-    request_number,
-    to_tensor,
-)
-from models.dataset.kind import Examples, Kind, Selection
+from models.dataset.batch import PAD, Batch, axes, to_tensor
+from models.dataset.columns import Columns, decode_splits, request_columns
+from models.dataset.dataset import Examples, Kind, Selection, request_number
 from models.requests import (
     CandidateRequest,
     Requests,
@@ -74,13 +75,85 @@ from models.requests import (
     custom_schema,
     fill_missing,
 )
-from models.search.batch import SearchBatch
-from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
+from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
 from models.search.counts import HOURS, Counts, time_features
 from models.search.request_text import RequestText
 
 MAX_REQUESTS = 64
 """Maximum number of requests of an example, which bounds the size of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchBatch(Batch):
+    """A batch of histories, with their requests and the requests' candidates."""
+
+    bucket_axes: ClassVar[tuple[str, ...]] = ("B", "T", "R", "N", "Q", "P")
+
+    history: Tensor = axes("B", "T", padding=PAD)
+    """(B, T) int64 `item_index`, oldest first, -1 at padding."""
+    history_query: Tensor = axes("B", "T", padding=NO_QUERY)
+    """(B, T) int64 `query_index` of each behaviour, -1 without a query."""
+    history_time: Tensor = axes("B", "T")
+    """(B, T) int64 ms."""
+    history_features: Tensor = axes("B", "T", "F")
+    """(B, T, F) float32."""
+    history_length: Tensor = axes("B")
+    """(B,) int64 number of behaviours of each history."""
+    history_new: Tensor = axes("B")
+    """(B,) int64 position of the first behaviour that no earlier example of the user
+    learns."""
+    user_row: Tensor = axes("B")
+    """(B,) int64 table row of the user."""
+    request_row: Tensor = axes("R")
+    """(R,) int64 row of each request."""
+    request_end: Tensor = axes("R")
+    """(R,) int64 number of the row's behaviours before the request."""
+    request_query: Tensor = axes("R", padding=NO_QUERY)
+    """(R,) int64 `query_index`, -1 without a query."""
+    request_time: Tensor = axes("R")
+    """(R,) int64 ms."""
+    request: Tensor = axes("R")
+    """(R,) int64 `request_number`."""
+    candidate: Tensor = axes("N")
+    """(N,) int64 `item_index`."""
+    candidate_request: Tensor = axes("N")
+    """(N,) int64 request of each candidate, ascending."""
+    candidate_position: Tensor = axes("N")
+    """(N,) int64 position at which the candidate was shown."""
+    candidate_valid: Tensor = axes("N")
+    """(N,) bool, false at padding."""
+    labels: Tensor = axes("N", "K")
+    """(N, K) bool."""
+    features: Tensor = axes("N", "F")
+    """(N, F) float32."""
+    query_text: Tensor = axes("Q", "W")
+    """(Q, W) float32 vectors of the batch's distinct queries."""
+    request_query_text: Tensor = axes("R", padding=-1)
+    """(R,) int64 row of `query_text`, -1 without a query."""
+    history_query_text: Tensor = axes("B", "T", padding=-1)
+    """(B, T) int64 row of `query_text`, -1 without a query or if the model does not
+    read it."""
+    pair_text: Tensor = axes("P", "W")
+    """(P, W) float32 vectors of the batch's distinct pairs of item and query."""
+    joint_text: Tensor = axes("P", "W")
+    """(P, W) float32 [SEP] vectors of the pairs of `pair_text`, or (P, 0)."""
+    candidate_pair_text: Tensor = axes("N", padding=-1)
+    """(N,) int64 row of `pair_text`, -1 without a query or a vector."""
+    history_pair_text: Tensor = axes("B", "T", padding=-1)
+    """(B, T) int64 row of `pair_text`, -1 without a query or if the model does not
+    read it."""
+
+    def candidate_keys(self) -> dict[str, Tensor]:
+        """Return the user, request, time, query, item and labels of each candidate."""
+        request = self.candidate_request
+        return {
+            "user_row": self.user_row[self.request_row][request],
+            "request": self.request[request],
+            "time": self.request_time[request],
+            "query": self.request_query[request],
+            "item": self.candidate,
+            "labels": self.labels,
+        }
 
 
 def list_columns(info: SearchInfo) -> list[str]:
@@ -150,8 +223,8 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
 
 
 @dataclass(frozen=True)
-class SearchOptions:
-    """Options of a dataset of searches."""
+class SearchSelection(Selection):
+    """The examples of a dataset of searches."""
 
     text: SearchText = SearchText.empty(0, 0)
     """Text vectors of batches; of width 0 for models that read no text."""
@@ -195,9 +268,8 @@ class SearchExamples(Examples):
     since no behaviour precedes the first one."""
 
 
-def plan(columns: Columns, selection: Selection) -> SearchExamples:
+def plan(columns: Columns, selection: SearchSelection) -> SearchExamples:
     """Group the requests of the split into examples."""
-    options: SearchOptions = selection.options
     max_history = selection.max_history
     request_offsets = lengths_to_offsets(columns["requests_per_user"])
     requests = np.flatnonzero(columns["split"] == SPLITS.index(selection.split))
@@ -208,7 +280,7 @@ def plan(columns: Columns, selection: Selection) -> SearchExamples:
     # (m,) first behaviour of the window that serves each request
     stride = 1
     if selection.unit == "user":
-        stride = max(1, int(max_history * (1 - options.window_overlap)))
+        stride = max(1, int(max_history * (1 - selection.window_overlap)))
     excess = np.maximum(end - max_history, 0)
     begin = (excess + stride - 1) // stride * stride
     # an example begins where a window begins, and after each `MAX_REQUESTS` requests
@@ -221,7 +293,7 @@ def plan(columns: Columns, selection: Selection) -> SearchExamples:
     learned_end = np.append(0, last_end)[:-1]  # of the user's previous example
     learned_end[run_starts(user)] = 0
     count = np.diff(np.append(first, len(requests)))
-    counts_requests = options.batch_unit == "requests" or selection.split != "train"
+    counts_requests = selection.batch_unit == "requests" or selection.split != "train"
     return SearchExamples(
         columns=columns,
         selection=selection,
@@ -244,7 +316,7 @@ def plan(columns: Columns, selection: Selection) -> SearchExamples:
 def collate(examples: SearchExamples) -> SearchBatch:
     """Collate examples into a batch, with histories padded on the right."""
     columns, user, count = examples.columns, examples.user, examples.count
-    options: SearchOptions = examples.selection.options
+    selection: Any = examples.selection
     request = examples.requests[gather_ranges(examples.first, count)]
     request_user = np.repeat(user, count)
     number = request_number(
@@ -261,9 +333,10 @@ def collate(examples: SearchExamples) -> SearchBatch:
     item = columns["candidate"][candidate]
     request_query = columns["request_query"][request]
     request_end = columns["history_end"][request] - np.repeat(examples.begin, count)
-    text = options.text.collate(
+    text = collate_text(
+        selection.text,
         history,
-        history_query if options.reads_history_queries else None,
+        history_query if selection.reads_history_queries else None,
         request_query,
         item,
         num_candidates,
@@ -291,7 +364,73 @@ def collate(examples: SearchExamples) -> SearchBatch:
     )
 
 
-SEARCH = Kind("search", decode, list_columns, plan, collate)
+def collate_text(
+    text: SearchText,
+    history: NDArray,
+    history_query: NDArray | None,
+    request_query: NDArray,
+    candidate: NDArray,
+    num_candidates: NDArray[np.int64],
+) -> dict[str, Any]:
+    """Return the text fields of a `SearchBatch`.
+
+    Each distinct vector of the batch is copied once; the other fields refer to it
+    by row.
+
+    Args:
+        history: (B, T) items.
+        history_query: (B, T) queries, or None if the model does not read them.
+        request_query: (R,) queries.
+        candidate: (N,) items.
+        num_candidates: (R,) number of candidates of each request.
+    """
+    if history_query is None:
+        history_query = np.full(history.shape, NO_QUERY)
+    has_text = text.width > 0
+    # queries of requests, then of behaviours
+    query = np.concatenate([request_query, history_query.ravel()])
+    distinct_query, query_row = _distinct_rows(query, (query != NO_QUERY) & has_text)
+    request_row, history_row = np.split(query_row, [len(request_query)])
+    # pairs of candidates, then of behaviours
+    pair_item = np.concatenate([candidate, history.ravel()]).astype(np.int64)
+    candidate_query = np.repeat(request_query, num_candidates)
+    pair_query = np.concatenate([candidate_query, history_query.ravel()])
+    is_pair = (pair_item >= 0) & (pair_query != NO_QUERY) & has_text
+    keys = pair_key(pair_item, pair_query, text.num_queries)
+    distinct_keys, pair_row = _distinct_rows(keys, is_pair)
+    table_row, is_encoded = find_sorted(text.pair_keys, distinct_keys)
+    if text.is_complete and not is_encoded.all():
+        missing_key = int(distinct_keys[~is_encoded][0])
+        item, missing_query = divmod(missing_key, text.num_queries + 1)
+        raise UserError(
+            f"the text has no embedding of item {item} with query {missing_query - 1}"
+        )
+    table_row = table_row[is_encoded]
+    encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
+    # index -1 reads the appended -1
+    pair_row = np.append(encoded_index, -1)[pair_row]
+    candidate_row, behaviour_row = np.split(pair_row, [len(candidate)])
+    return {
+        "query_text": torch.from_numpy(text.queries[distinct_query]),
+        "request_query_text": torch.from_numpy(request_row),
+        "history_query_text": torch.from_numpy(history_row.reshape(history.shape)),
+        "pair_text": torch.from_numpy(text.pairs[table_row]),
+        "joint_text": torch.from_numpy(text.joint[table_row]),
+        "candidate_pair_text": torch.from_numpy(candidate_row),
+        "history_pair_text": torch.from_numpy(behaviour_row.reshape(history.shape)),
+    }
+
+
+def _distinct_rows(
+    values: NDArray, is_used: NDArray[np.bool_]
+) -> tuple[NDArray, NDArray[np.int64]]:
+    """Return the distinct used values, ascending, and each value's index in them."""
+    index = np.full(len(values), -1)
+    distinct, index[is_used] = np.unique(values[is_used], return_inverse=True)
+    return distinct, index
+
+
+SEARCH = Kind("search", decode, list_columns, plan, collate, SearchSelection)
 
 
 class SearchRequest(CandidateRequest):

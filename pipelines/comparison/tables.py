@@ -63,7 +63,6 @@ METRICS = (
     *compared_names(RequestMetric),
     "val/gauc",
     "test/gauc",
-    "test/with_position/gauc",
     "test/auc",
     "test/normalised_entropy",
     "test/log_loss",
@@ -73,7 +72,7 @@ METRICS = (
 )
 """Metrics of the table of runs, in order; metrics that no run has are left out."""
 
-TASK_ENTROPY = re.compile(r"test/(?!mean/|with_position/)(\w+)/normalised_entropy")
+TASK_ENTROPY = re.compile(r"test/(?!mean/)(\w+)/normalised_entropy")
 """Names of the normalised entropy of one task."""
 
 COSTS = {

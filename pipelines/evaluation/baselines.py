@@ -15,6 +15,7 @@ import torch
 
 from core.schemas import Inputs
 from models import registry
+from models.dataset.dataset import Dataset
 from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.recommend import required_history
@@ -74,7 +75,7 @@ def measure_baselines(
         stride = sampling_stride(sequences.rows)
         for options, ranking_baselines in zip(rankings, baselines, strict=True):
             history = required_history(config.max_history, options)
-            examples = baseline.load_examples(run.catalogue, split, max_history=history)
+            examples = Dataset.load(baseline, run.catalogue, split, max_history=history)
             sums = measure_examples(
                 baseline,
                 examples,

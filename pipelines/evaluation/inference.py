@@ -47,8 +47,7 @@ from core.tables import (
     writing,
 )
 from models import own_code, registry
-from models.dataset.dataset import Dataset
-from models.dataset.encoding import request_index
+from models.dataset.dataset import Dataset, request_index
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
 from models.retrieval.recommend import required_history
@@ -158,7 +157,8 @@ class Inference:
         items = self.tables["items"].read(["item_id"])
         self.items = items["item_id"].combine_chunks()
         max_history = self.model.config.max_history
-        self.dataset: Dataset = self.model.load_examples(
+        self.dataset = Dataset.load(
+            self.model,
             self.loaded.catalogue,
             task.split,
             max_history=required_history(max_history, task.recommend),

@@ -22,6 +22,7 @@ import torch
 from core.errors import UserError, pluralize
 from core.tables import table_hashes
 from models import registry
+from models.dataset.dataset import Dataset
 from models.evaluation import add_sums, measure_examples
 from models.loaded_model import LoadedModel
 from models.metrics.metric import TOP, CatalogueMetric, find_metrics
@@ -172,18 +173,16 @@ def measure_shard(
     device = resolve_device(config.device)
     loaded = LoadedModel.load(checked.uri, config.inputs, device)
     options = config.recommend_options()
-    examples = loaded.model.load_examples(
-        loaded.catalogue,
-        config.split or "test",
-        max_history=required_history(loaded.model.config.max_history, options),
-        rank=rank,
-        world=config.shards,
-    )
-    sequences = loaded.catalogue.versions["sequences"]
+    model, catalogue = loaded.model, loaded.catalogue
+    load = partial(Dataset.load, model, catalogue, rank=rank, world=config.shards)
+    split = config.split or "test"
+    max_history = required_history(model.config.max_history, options)
+    examples = load(split, max_history=max_history)
+    sequences = catalogue.versions["sequences"]
     options["by_user"] = sampling_stride(sequences.rows)
     measure = partial(
         measure_examples,
-        loaded.model,
+        model,
         examples,
         batch_size=config.batch_size,
         device=device,
@@ -192,20 +191,18 @@ def measure_shard(
         measure(limit=min(config.batch_size, len(examples)), options=options)
     exposed: dict[str, torch.Tensor] = {}  # (N,) counts of items
     popular: dict[str, float] = {}
-    if loaded.model.ranks == "catalogue":
-        num_items = loaded.catalogue.num_items
+    if model.ranks == "catalogue":
+        num_items = catalogue.num_items
 
         def load_behaviours(split: str) -> Any:
-            behaviours = loaded.model.load_examples(
-                loaded.catalogue, split, "behaviour", rank=rank, world=config.shards
-            )
+            behaviours = load(split, unit="behaviour")
             return behaviours.examples.take(behaviours.evaluation_rows())
 
         counts_of_items = np.bincount(
             load_behaviours("train").targets, minlength=num_items
         )
         exposed[TRAINED] = torch.from_numpy(counts_of_items)
-        requests = load_behaviours(config.split or "test")
+        requests = load_behaviours(split)
         popular = sum_popularity(
             load_counts(loaded.checkpoint, num_items),
             requests.targets[requests.end == 0],

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import trieline
 from core.schemas import Inputs
+from models.dataset.dataset import Dataset
 from pipelines.training.record import read_record
 from tests.fixtures import search_tables
 from tests.fixtures.served_models import build_search_requests, serve_ranker
@@ -42,7 +43,7 @@ def test_recommendations_equal_those_of_the_evaluated_model(
 ) -> None:
     """They are those of the next request of a user of the table."""
     model = page["model"]
-    users = model.model.load_examples(model.loaded.catalogue, "next")
+    users = Dataset.load(model.model, model.loaded.catalogue, "next")
     items, scores = model.model.recommend(users.collate(np.arange(1)), 9)
     user = int(users.examples.user[0])
     history = [model.item_ids[i] for i in page["tables"].sequences["item_index"][user]]

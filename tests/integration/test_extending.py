@@ -56,8 +56,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.search.catalogue import SearchCatalogue
-from models.search.batch import SearchBatch
-from models.search.inputs import TextProjection
+from models.search.requests import SearchBatch
+from models.search.ranker import TextProjection
 from models.search.model import SearchModel
 from models.search.ranker import RankerConfig
 

@@ -19,8 +19,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from core.schemas import Inputs
+from core.schemas import Inputs, SequencesInfo
+from core.tables import open_table
 from models import registry
+from models.dataset.dataset import Dataset
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue, load_model
 from models.training import checkpoint
@@ -28,7 +30,6 @@ from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
 from tests.fixtures.actions_tables import write_actions
-from tests.fixtures.commands import load_split
 from tests.fixtures.golden import check_golden
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import change_sequences
@@ -123,14 +124,9 @@ def test_labels_and_later_events_change_no_score(
     tables = inputs[run.model.kind.name].tables
     other = str(shutil.copytree(tables, tmp_path / "tables"))
     change_sequences(other, change_future)
-    examples = load_split(
-        run.model.kind,
-        f"{other}/sequences",
-        "val",
-        unit=run.model.eval_unit,
-        max_history=run.model.config.max_history,
-        options=run.model.dataset_options(run.catalogue),
-    )
+    sequences = open_table(f"{other}/sequences", SequencesInfo)
+    selection = run.model.selection(run.catalogue, "val")
+    examples = Dataset.open(run.model.kind, sequences, selection)
     rows = range(len(run.val))
     assert len(examples) == len(rows)
     scores = score(run.model, run.val, rows)

@@ -109,7 +109,7 @@ def build_search_model(
     catalogue = SearchCatalogue.load(Inputs(log[0], text=log[1]))
     torch.manual_seed(0)
     model = build_model(options, catalogue)
-    return model, model.load_examples(catalogue, "train", "user", 8)
+    return model, Dataset.load(model, catalogue, "train", unit="user", max_history=8)
 
 
 @pytest.fixture
@@ -218,7 +218,9 @@ def build_actions_model(name: str, feed: str, **options: Any) -> tuple[Any, Data
     torch.manual_seed(0)
     catalogue = ActionsCatalogue.load(Inputs(feed))
     model = build_model(options, catalogue)
-    return model, model.load_examples(catalogue, "train", model.example_unit, 10)
+    return model, Dataset.load(
+        model, catalogue, "train", unit=model.example_unit, max_history=10
+    )
 
 
 @pytest.mark.long

@@ -13,7 +13,6 @@ import torch
 from core.errors import UserError
 from core.schemas import Inputs
 from models.dataset.dataset import Dataset
-from models.dataset.kind import Selection
 from models.label_loss import (
     label_loss,
     resolve_masks,
@@ -21,10 +20,9 @@ from models.label_loss import (
     select_measured,
 )
 from models.search import metrics
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
 from models.search.ranker import Ranker, RankerConfig
-from models.search.requests import SEARCH, SearchOptions
+from models.search.requests import SEARCH, SearchBatch, SearchSelection
 from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")
@@ -104,8 +102,8 @@ def search(
 ) -> tuple[SearchCatalogue, SearchBatch]:
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
     catalogue = SearchCatalogue.load(Inputs(tables, text=text))
-    sequences, options = catalogue.versions["sequences"], SearchOptions(catalogue.text)
-    examples = Dataset.load(SEARCH, sequences, Selection("train", "user", 8, options))
+    selection = SearchSelection("train", "user", 8, text=catalogue.text)
+    examples = Dataset.open(SEARCH, catalogue.versions["sequences"], selection)
     return catalogue, examples.collate(np.arange(12))
 
 

@@ -19,6 +19,7 @@ import torch
 from core.errors import UserError
 from core.schemas import Inputs
 from core.tables import read_manifest
+from models.dataset.dataset import Dataset
 from models.loaded_model import LoadedModel
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -193,7 +194,7 @@ def test_scores_of_old_items_do_not_change_with_new_items(
     uri = days.train_first(name)
     inputs = Inputs(str(days.folder / "tables"))
     before = LoadedModel.load(uri, inputs)
-    examples = before.model.load_examples(before.catalogue, "test")
+    examples = Dataset.load(before.model, before.catalogue, "test")
     batch = examples.collate(np.arange(len(examples)))
     num_old_items = read_manifest(f"{inputs.tables}/items").rows
     expected = score_old_items(before, batch)

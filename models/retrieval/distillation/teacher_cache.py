@@ -49,9 +49,9 @@ from core.tables import (
     open_table,
     write_part,
 )
+from models.dataset.batch import PAD
 from models.dataset.columns import Columns, open_columns
 from models.dataset.dataset import Dataset
-from models.dataset.encoding import PAD
 from models.retrieval.data import HistoryBatch, RequestBatch
 from models.retrieval.parts import History, real_positions
 

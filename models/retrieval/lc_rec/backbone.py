@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import Backbone, History, Memory, SidTokens
 

@@ -23,8 +23,8 @@ from core.options import STRICT
 from models.custom_features import NUMBER
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.click_rates import BaselineConfig, SearchBaseline
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
+from models.search.requests import SearchBatch
 
 
 @dataclass(config=STRICT)

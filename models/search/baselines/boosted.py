@@ -40,9 +40,9 @@ from models.boosting import (
 )
 from models.layers.standardised import Standardised
 from models.metrics.ranking_metrics import rank_in_request, request_auc
-from models.search.batch import SearchBatch
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.model import SearchModel
+from models.search.requests import SearchBatch
 
 MAX_SPLIT_VALUES = 255
 """Number of values up to which a category is a split column of the trees."""

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from core.options import STRICT, NamedConfig
 from models.layers.standardised import Standardised
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
 from models.search.model import SearchModel
+from models.search.requests import SearchBatch
 
 
 @dataclass(config=STRICT)

@@ -36,7 +36,7 @@ MAX_NAME_LENGTH = 80
 """Maximum length of a name. MLflow allows 250, and a metric may contain two names."""
 METRIC_CUTOFF = re.compile(r"_at_\d+$")
 """Suffix that stands for the @10 of ndcg@10 in the names of MLflow metrics."""
-METRIC_WORDS = ("mean", "with_position")
+METRIC_WORDS = ("mean",)
 """First parts of metrics that do not belong to a single label."""
 MAPPING_SUFFIXES = (".yaml", ".yml")
 """Suffixes of files that are not data, such as the mapping file itself."""

@@ -136,7 +136,7 @@ class SearchConfig(SearchCounts, WindowSettings):
     behaviours; their values hold at all times."""
     unknown_when_ranking: list[str] = field(default_factory=list)
     """Custom features that, like the position, are unknown when a result is ranked.
-    They are read in training only, according to the model's `position`."""
+    Models read them of behaviours only."""
     groups: dict[str, list[str]] = field(default_factory=dict)
     """Groups of features for HFG-Attention (Sec. 3.6 of QGS), {group: [feature]}.
     Features are counts such as pair_ctr_7d, and the log's numbers and categories. The

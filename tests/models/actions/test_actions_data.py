@@ -15,7 +15,7 @@ import torch
 from core.files import join
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import Attributes
-from models.actions.requests import ACTIONS, ActionsOptions
+from models.actions.requests import ACTIONS
 from models.dataset.dataset import Dataset
 from tests.fixtures.actions_tables import (
     TRAIN_DEVICES,
@@ -33,7 +33,7 @@ def tables(tmp_path_factory) -> str:
 
 def load_examples(tables: str, split: str, overlap: float = 0.5, **options) -> Dataset:
     """Load the examples of one split, with at most 10 events of history by default."""
-    options = {"max_history": 10, "options": ActionsOptions(overlap), **options}
+    options = {"max_history": 10, "window_overlap": overlap, **options}
     return load_split(ACTIONS, join(tables, "sequences"), split, **options)
 
 

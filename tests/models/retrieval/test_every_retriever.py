@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from core.errors import UserError
 from models.cpu import kernels
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD
 from models.loaded_model import build_model, load_model
 from models.retrieval.data import InteractionBatch, RequestBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher

@@ -10,8 +10,8 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from models.dataset.columns import hash_strings
 from models.dataset.dataset import Dataset
-from models.dataset.encoding import hash_strings
 from models.retrieval.data import RequestBatch, WindowBatch
 from models.retrieval.requests import RETRIEVAL
 from tests.fixtures.commands import load_split

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.generate import generate, to_transformers
-from models.dataset.encoding import PAD
+from models.dataset.batch import PAD
 from models.layers.t5 import _ReluDropout, dropout
 from models.retrieval.data import HistoryBatch
 from models.retrieval.tiger.tiger import Tiger, TigerConfig

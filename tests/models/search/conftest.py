@@ -7,10 +7,8 @@ import pytest
 
 from core.schemas import Inputs
 from models.dataset.dataset import Dataset
-from models.dataset.kind import Selection
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
-from models.search.requests import SEARCH, SearchOptions
+from models.search.requests import SEARCH, SearchBatch, SearchSelection
 from tests.fixtures.search_tables import write_search
 
 
@@ -28,9 +26,10 @@ def catalogue(search) -> SearchCatalogue:
 @pytest.fixture(scope="session")
 def examples(catalogue) -> Dataset:
     """Train examples with histories of at most 8 behaviours."""
-    options = SearchOptions(catalogue.text, reads_history_queries=True)
-    sequences = catalogue.versions["sequences"]
-    return Dataset.load(SEARCH, sequences, Selection("train", "user", 8, options))
+    selection = SearchSelection(
+        "train", "user", 8, text=catalogue.text, reads_history_queries=True
+    )
+    return Dataset.open(SEARCH, catalogue.versions["sequences"], selection)
 
 
 @pytest.fixture

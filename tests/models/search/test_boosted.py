@@ -17,8 +17,8 @@ from sklearn.metrics import roc_auc_score
 from core.schemas import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.boosted import Boosted, BoostedConfig, select_ranked
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue, SearchText
+from models.search.requests import SearchBatch
 from models.training import checkpoint
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModel
 
 from models.loaded_model import build_model
 from models.search import hllm
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
+from models.search.requests import SearchBatch
 from tests.fixtures.search_tables import ITEM_MODEL
 
 SMALL = {

@@ -20,8 +20,8 @@ from models.search.baselines.click_rates import (
     ShownOrder,
     ShownOrderConfig,
 )
-from models.search.batch import SearchBatch
 from models.search.catalogue import SearchCatalogue, SearchText
+from models.search.requests import SearchBatch
 from tests.fixtures.batches import fill_batch
 
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")

@@ -12,10 +12,9 @@ import torch
 
 from core.files import join
 from core.schemas import Inputs
-from models.dataset.encoding import request_number
-from models.search.batch import SearchBatch
+from models.dataset.dataset import request_number
 from models.search.catalogue import SearchCatalogue, SearchText, pair_key
-from models.search.requests import MAX_REQUESTS, SEARCH, SearchOptions
+from models.search.requests import MAX_REQUESTS, SEARCH, SearchBatch
 from tests.fixtures.commands import load_split, read_rows, read_table
 from tests.fixtures.search_tables import FEATURES, LABELS, make_request, write_tables
 
@@ -164,7 +163,7 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
         "train",
         unit="user",
         max_history=limit,
-        options=SearchOptions(window_overlap=overlap),
+        window_overlap=overlap,
     )
 
     requests, learned = Counter(), Counter()
@@ -242,7 +241,8 @@ def test_batches_have_the_text_of_candidates(search, text, reads_history_queries
         join(search[0], "sequences"),
         "train",
         max_history=8,
-        options=SearchOptions(text, reads_history_queries=reads_history_queries),
+        text=text,
+        reads_history_queries=reads_history_queries,
     )
     for rows in examples.evaluation_batches(7):
         batch = examples.collate(rows)

@@ -17,9 +17,9 @@ from core.files import join
 from core.schemas import Category, CustomFeatures, Inputs, Number
 from core.tables import read_manifest
 from models.custom_features import CustomInputs, read_features
-from models.search.batch import SearchBatch
+from models.dataset.dataset import Dataset
 from models.search.catalogue import SearchCatalogue
-from models.search.requests import SEARCH
+from models.search.requests import SEARCH, SearchBatch
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
@@ -138,7 +138,7 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
 
 def load_test_batch(run: TrainingRun, tables: str) -> SearchBatch:
     """Load 10 test requests with the options that the model needs."""
-    examples = run.model.load_examples(run.catalogue, "test", "request", 8)
+    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
     return examples.collate(np.arange(10))
 
 
@@ -182,13 +182,13 @@ def test_a_feature_of_behaviours_changes_the_scores_of_requests_with_a_history(
     assert torch.equal((other_scores != scores).any(1), has_history)
 
 
-def test_a_feature_unknown_when_ranking_is_read_of_behaviours_and_shown_results_only(
+def test_a_feature_unknown_when_ranking_is_read_of_behaviours_only(
     raw: Path, tmp_path: Path
 ) -> None:
     settings = {"search": {"unknown_when_ranking": ["city"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
     inputs = Inputs(tables, text=write_random_text(tmp_path, tables))
-    model = {"name": "qgs", **SMALL, "position": "dropout"}
+    model = {"name": "qgs", **SMALL}
     run = build_training(model, FIT, inputs)
     module: Any = run.model.eval()
     batch = load_test_batch(run, tables)
@@ -199,10 +199,8 @@ def test_a_feature_unknown_when_ranking_is_read_of_behaviours_and_shown_results_
     other_behaviours = replace(batch, history_features=history_features)
 
     with torch.no_grad():
-        scores, shown_scores = module.score(batch), module.score(batch, shown=True)
+        scores = module.score(batch)
         assert torch.equal(module.score(other_candidates), scores)
-        other_shown_scores = module.score(other_candidates, shown=True)
-        assert not torch.equal(other_shown_scores, shown_scores)
         assert not torch.equal(module.score(other_behaviours), scores)
 
 

@@ -15,7 +15,7 @@ import torch
 from core.files import join
 from core.schemas import Inputs
 from models.dataset.dataset import Dataset
-from models.search.batch import SearchBatch
+from models.search.requests import SearchBatch
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
@@ -81,7 +81,7 @@ def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
 
 def load_test_requests(run: TrainingRun, tables: str) -> Dataset:
     """Load the test requests with the options that the model needs."""
-    return run.model.load_examples(run.catalogue, "test", "request", 8)
+    return Dataset.load(run.model, run.catalogue, "test", max_history=8)
 
 
 def make_request(tables: str, batch: SearchBatch) -> Row:
