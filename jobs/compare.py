@@ -4,10 +4,9 @@
     python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
 
-Runs that differ only in their seed are averaged into one row. --markdown FILE writes
-the tables as Markdown, --html FILE one self-contained page with plots: differences to
-the best model without training, learning curves, the effect of a sweep's axes, accuracy
-against requests per second.
+Runs that differ only in their seed are averaged into one row. The tables are Markdown;
+--html FILE writes one self-contained page with plots: differences to the best model
+without training, learning curves, the effect of a sweep's axes.
 """
 
 from __future__ import annotations

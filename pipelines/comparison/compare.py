@@ -32,7 +32,12 @@ from pipelines.comparison.runs import (
     select_trainings,
 )
 
+TEACHER = "model.teacher_hash"
+"""Param with the hash of the weights of a student's teacher."""
+
 PARAMS_WITHOUT_EFFECT = (
+    TEACHER,
+    "model.encoder_hash",
     "model.teacher",
     "model.teacher_cache",
     "fit.seed",
@@ -41,8 +46,7 @@ PARAMS_WITHOUT_EFFECT = (
     "fit.checkpoint_every_steps",
     "fit.checkpoint_every_minutes",
 )
-"""Params in which the runs of one row may differ. Teachers differ if their hashes do,
-whatever their folders."""
+"""Params in which the runs of one row may differ; teachers count by their row."""
 
 SEED_SUFFIX = re.compile(r"[-_]?seed[-_]?\d*$")
 """End of the common prefix of run names that differ in their seed."""
@@ -73,7 +77,7 @@ class Comparison:
     runs: pl.DataFrame
     """A line per training and options of its evaluations, with its group in `row`."""
     params: list[str]
-    """Columns in which the runs of a row are equal."""
+    """Columns in which the runs of a row are equal, except teachers."""
     notes: list[str]
     """Notes on runs that were left out."""
     sweep: dict[str, Any] | None
@@ -151,7 +155,6 @@ def compare(
     sign = 1 if lower_is_better(metric) else -1
     rows = rows.sort(
         "is_teacher",
-        "fresh_log",
         "is_diagnostic",
         pl.col("ranking") != leading_ranking(rows),
         sign * pl.col(f"test/{metric}"),
@@ -173,7 +176,7 @@ def join_evaluations(
     keys = ["training", "options"]
     on_test = pl.col("evaluation", "artifacts").filter(pl.col("split") == "test")
     measured = evaluations.group_by(keys, maintain_order=True).agg(
-        pl.col("is_unseen", "fresh_log").first(),
+        pl.col("is_unseen").first(),
         cs.float().drop_nulls().last(),
         on_test.last(),
     )
@@ -190,7 +193,6 @@ def join_evaluations(
     return runs.with_columns(
         *metrics,
         pl.col("is_unseen").fill_null(False),
-        pl.col("fresh_log").fill_null(""),
         pl.col("evaluation").fill_null(pl.col("training")),
         artifacts=pl.coalesce("artifacts now", "artifacts"),
     ).drop(cs.ends_with(" now"))
@@ -199,6 +201,7 @@ def join_evaluations(
 def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     """Add the number of the row and other columns to runs, and return the row's params.
 
+    Students share a row if their teachers do, whose hashes differ by their seeds.
     `log` is equal for comparable rows: experiment, hashes of tables, and ranking.
     `settings` are the params in which rows of the model differ.
     """
@@ -207,7 +210,6 @@ def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     models = [registry.find(name) for name in sorted(names)]
     baselines = [model.name for model in models if model.is_baseline]
     diagnostics = [model.name for model in models if model.is_diagnostic]
-    without_steps = [model.name for model in models if not model.trains_by_gradient]
     is_unseen = pl.when("is_unseen")
     runs = runs.with_row_index("row").with_columns(
         # the encoder of SID-MLP++ is a checkpoint
@@ -221,7 +223,6 @@ def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
         ranking=is_unseen.then(pl.lit(KNOWN_LEFT_OUT)).otherwise(pl.lit(ALL_ITEMS)),
         is_baseline=model.is_in(baselines),
         is_diagnostic=model.is_in(diagnostics),
-        has_steps=~model.is_in(without_steps),
     )
     params = [
         name
@@ -230,7 +231,7 @@ def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
         and name not in PARAMS_WITHOUT_EFFECT
     ]
     params.append("checkpoint")
-    log = ["experiment", "table.items", "table.sequences", "fresh_log", "ranking"]
+    log = ["experiment", "table.items", "table.sequences", "ranking"]
     of_model = ["is_teacher", "experiment", "model"]
     settings = [
         pl.when(pl.col(name).n_unique().over(of_model) > 1).then(
@@ -240,11 +241,18 @@ def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
         )
         for name in params
     ]
-    return runs.with_columns(
-        row=pl.col("row").first().over(*of_model, "options", *params),
+    runs = runs.with_columns(
+        key=pl.concat_str(pl.col(*of_model, *params).fill_null(""), separator="\n"),
         log=pl.concat_str(pl.col(log).fill_null(""), separator="\n"),
         settings=pl.concat_str(settings, separator=", ", ignore_nulls=True),
-    ), params
+    )
+    teachers = runs.select("key", hash=tracking.WEIGHTS_TAG).drop_nulls()
+    teachers = teachers.unique("hash", keep="first", maintain_order=True)
+    teachers = teachers.rename({"key": "teacher", "hash": TEACHER})
+    runs = runs.join(teachers, on=TEACHER, how="left", maintain_order="left")
+    lineage = pl.coalesce("teacher", TEACHER, "model.encoder_hash")
+    row = pl.col("row").first().over("options", "key", lineage)
+    return runs.with_columns(row=row), params
 
 
 def summarise(runs: pl.DataFrame, key: str) -> pl.DataFrame:
@@ -304,12 +312,9 @@ def measured_metrics(rows: pl.DataFrame) -> list[str]:
 
 
 def repeat_share(rows: pl.DataFrame) -> float | None:
-    """Return the share of test requests for an item of the history.
-
-    It is None if it was not measured on the log of the training.
-    """
+    """Return the share of test requests for an item of the history, if measured."""
     requests, first = pl.col("test/examples"), pl.col("test/first/examples")
-    shares = rows.filter(requests > 0, fresh_log="").select(1 - first / requests)
+    shares = rows.filter(requests > 0).select(1 - first / requests)
     return next(iter(shares.to_series().drop_nulls()), None)
 
 

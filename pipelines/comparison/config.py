@@ -30,13 +30,10 @@ class CompareConfig:
     metric: str | None = None
     """Metric by which rows are sorted, on test, or on val without an evaluation on
     test; by default the sweep's metric, gauc if runs have it, or ndcg@10."""
-    markdown: str | None = None
-    """Also write the tables to this Markdown file."""
     all: bool = False
-    """Print all rows of tables with more than 30 rows, not the best 4 alone, and more
-    than 60 lines."""
+    """Print all rows of tables with more than 20 rows."""
     html: str | None = None
-    """Also write the tables and plots to this HTML file, and log it to MLflow."""
+    """Also write the tables and plots to this HTML file."""
     trust_code: bool = False
     """Whether to run code that a checkpoint contains, to register
     it."""

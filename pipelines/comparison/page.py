@@ -32,21 +32,21 @@ from pipelines.comparison.compare import (
 from pipelines.comparison.config import CompareConfig
 from pipelines.comparison.tables import (
     Table,
-    best_tables,
     build_tables,
     format_difference,
+    ranking_is_single,
     to_markdown,
 )
-from pipelines.comparison.verdicts import VERDICTS, measure_differences
+from pipelines.comparison.verdicts import measure_differences
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Tol's bright scheme, which colour-blind readers can distinguish."""
 
-MAX_ROWS, MAX_CURVES, MAX_POINTS = 30, 10, 300
-"""Largest number of rows with differences and with curves, and of points of a curve."""
+MAX_ROWS, MAX_NOTES = 20, 5
+"""Largest number of printed rows and notes of a table, and of drawn rows."""
 
-MAX_LINES = 60
-"""Largest number of printed lines of a comparison with a long table."""
+MAX_CURVES, MAX_POINTS = 10, 300
+"""Largest number of rows with curves, and of points of a curve."""
 
 STYLE = """
 body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 84rem;
@@ -87,9 +87,7 @@ def build_page(
     for comparison, measured in zip(comparisons, differences, strict=True):
         answer = escape(describe_best(comparison, measured))
         first += f"<p class=answer>{answer}</p>\n{draw_differences(measured, colours)}"
-        last += draw_curves(comparison, colours)
-        last += draw_settings(comparison, colours)
-        last += draw_speeds(comparison, colours)
+        last += draw_curves(comparison, colours) + draw_settings(comparison, colours)
     return f"""<!doctype html>
 <html lang=en>
 <meta charset=utf-8>
@@ -128,10 +126,8 @@ def describe_best(comparison: Comparison, differences: pl.DataFrame) -> str:
     text = f"Best by validation: {row['label']}, {metric} {row[metric]:.4f}."
     if len(differences):
         for line in differences.filter(row=number, kind="baseline").rows(named=True):
-            _, difference, interval, _, verdict = format_difference(
-                line, VERDICTS
-            ).values()
-            text += f" Against {line['model_label of base']}, the best model without "
+            _, difference, interval, verdict = format_difference(line).values()
+            text += f" Against {line['base']}, the best model without "
             text += f"training: {difference} (95% {interval}), {verdict}."
     seconds, speed = row["train/total_seconds"], row["test/requests_per_s"]
     text += "" if seconds is None else f" Trained in {seconds:,.0f} s."
@@ -179,11 +175,6 @@ def draw(
     )
 
 
-def facet_by_ranking(points: pl.DataFrame) -> str | None:
-    """Return the column of the panels, None for a single ranking."""
-    return "ranking" if points["ranking"].n_unique() > 1 else None
-
-
 def draw_differences(differences: pl.DataFrame, colours: Mapping[str, str]) -> str:
     """Draw the difference of each model to the best baseline, a panel per ranking."""
     if differences.is_empty():
@@ -209,7 +200,7 @@ def draw_differences(differences: pl.DataFrame, colours: Mapping[str, str]) -> s
         y="row",
         error_x="above",
         error_x_minus="below",
-        facet_col=facet_by_ranking(lines),
+        facet_col=None if ranking_is_single(lines) else "ranking",
         labels={"mean": "difference", "row": ""},
         height=180 + 30 * len(rows),
     )
@@ -310,62 +301,6 @@ def draw_settings(comparison: Comparison, colours: Mapping[str, str]) -> str:
     return plots
 
 
-def draw_speeds(comparison: Comparison, colours: Mapping[str, str]) -> str:
-    """Draw accuracy against requests per second on test, a panel per ranking."""
-    accuracy, speed = f"test/{comparison.metric}", "test/requests_per_s"
-    points = comparison.shown.filter(fresh_log="").drop_nulls([accuracy, speed])
-    if len(points) < 2:
-        return ""
-    return draw(
-        f"{comparison.metric} against throughput",
-        "Speeds compare only where they were measured on the same machine, with the "
-        "same batch.",
-        express.scatter,
-        points,
-        colours,
-        {},
-        x=speed,
-        y=accuracy,
-        hover_name="name",
-        facet_col=facet_by_ranking(points),
-        log_x=True,
-        labels={speed: "requests per second on test"},
-    )
-
-
-def log_page(comparison: Comparison, content: str, markdown: str) -> str:
-    """Log a page as `compare.html`, and its tables as `compare.md`, to MLflow.
-
-    The files become artifacts of the compared sweep, or else of a run `compare` in the
-    experiment of the first compared run.
-
-    Args:
-        comparison: Rows that the page shows.
-        content: HTML of the page.
-        markdown: The tables as Markdown.
-
-    Returns:
-        The name of the MLflow run.
-    """
-    client, run = tracking.connect(comparison.uri), comparison.sweep
-    if run is None:
-        first = client.get_run(comparison.rows["training"][0])
-        experiment = first.info.experiment_id
-        is_page = f"tags.`{tracking.KIND_TAG}` = 'compare'"
-        pages = client.search_runs([experiment], is_page, max_results=1)
-        tags = {tracking.KIND_TAG: "compare"}
-        page = (
-            pages[0]
-            if pages
-            else client.create_run(experiment, tags=tags, run_name="compare")
-        )
-        run = {"id": page.info.run_id, "name": page.info.run_name}
-        client.set_terminated(run["id"])
-    client.log_text(run["id"], content, "compare.html")
-    client.log_text(run["id"], markdown, "compare.md")
-    return str(run["name"])
-
-
 def compare_runs(config: CompareConfig) -> list[Comparison]:
     """Print tables of runs, write the requested files, and register the best run.
 
@@ -384,27 +319,13 @@ def compare_runs(config: CompareConfig) -> list[Comparison]:
     tables = []
     for pair in zip(comparisons, differences, strict=True):
         tables += build_tables(*pair)
-    tables += best_tables(comparisons)
     shown = tables if config.all else map(shorten, tables)
-    lines = "\n".join(map(to_markdown, shown)).splitlines()
-    is_long = any(len(frame) > 30 for _, frame, _ in tables)
-    if is_long and not config.all:
-        lines = [line for line in lines if line]
-        lines[MAX_LINES - 4 :] = ["more: --all true"]
-    print("\n".join(lines))
-    markdown = "\n".join(map(to_markdown, tables))
-    if config.markdown:
-        with storage_errors(config.markdown):
-            write_file(config.markdown, markdown.encode())
-        print(f"tables written to {config.markdown}")
+    print("\n".join(map(to_markdown, shown)))
     if config.html:
         page = build_page(comparisons, differences, tables)
         with storage_errors(config.html):
             write_file(config.html, page.encode())
-        name = log_page(comparisons[0], page, markdown)
-        print(
-            f"page written to {config.html}, and to MLflow as compare.html of '{name}'"
-        )
+        print(f"page written to {config.html}")
     if config.register:
         from pipelines.serving.registered_model import register
 
@@ -422,9 +343,8 @@ def compare_runs(config: CompareConfig) -> list[Comparison]:
 
 
 def shorten(table: Table) -> Table:
-    """Return the best rows of a table that has more than 30."""
-    title, frame, _ = table
-    if len(frame) > 30:
-        title = f"{title}: the best 4 of {len(frame)} rows (all: --all true)"
-        return title, frame.head(4), []
-    return table
+    """Return the first rows and notes of a table."""
+    title, frame, notes = table
+    if len(frame) > MAX_ROWS:
+        title = f"{title}: {MAX_ROWS} of {len(frame)} rows (all: --all true)"
+    return title, frame.head(MAX_ROWS), notes[:MAX_NOTES]

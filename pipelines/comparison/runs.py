@@ -141,43 +141,41 @@ def read_evaluations(runs: pl.DataFrame) -> pl.DataFrame:
     """Return a line per finished evaluation of current weights, oldest first.
 
     If a training was evaluated, continued and evaluated again, the evaluations of the
-    earlier weights are left out.
+    earlier weights are left out, as are evaluations on another log.
 
     Returns:
         `evaluation` (the run's id), `training`, `split`, `options` (those that differ
-        from the model's config, as text), `unseen`, `fresh_log` (the hash of the log if
-        it is not the training's, else empty) and the metrics.
+        from the model's config, as text), `is_unseen` and the metrics.
     """
     trained = runs.select(
         WEIGHTS_TAG,
         *(f"model.{name}" for name in OPTIONS),
+        "table.sequences",
         training="id",
-        trained_log="table.sequences",
     )
     is_evaluation = pl.col(tracking.KIND_TAG) == tracking.EVALUATION
     evaluations = (
         runs.filter(is_evaluation, status="FINISHED")
         .rename({"id": "evaluation", PARENT_TAG: "training"})
         .select("evaluation", "training", WEIGHTS_TAG, *OPTIONS, *OF_EVALUATION)
-        .join(trained, on=["training", WEIGHTS_TAG], maintain_order="left")
+        .join(
+            trained,
+            on=["training", WEIGHTS_TAG, "table.sequences"],
+            nulls_equal=True,
+            maintain_order="left",
+        )
     )
-    log = pl.col("table.sequences")
-    fresh_log = pl.when(log != pl.col("trained_log")).then(log).otherwise(pl.lit(""))
     texts = []
     for name in OPTIONS:
         text = pl.format(f"{name} {{}}", name).str.replace(" True$", "")
         is_changed = pl.col(name) != pl.col(f"model.{name}").fill_null("")
         texts.append(pl.when(is_changed).then(text))
-    texts.append(
-        pl.when(fresh_log != "").then(pl.format("log {}", log.str.slice(0, 8)))
-    )
     return evaluations.select(
         "evaluation",
         "training",
         *OF_EVALUATION,
         options=pl.concat_str(texts, separator=", ", ignore_nulls=True),
         is_unseen=(pl.col("unseen") == "True").fill_null(False),
-        fresh_log=fresh_log,
     )
 
 

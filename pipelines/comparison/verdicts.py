@@ -5,7 +5,7 @@
 `jobs.evaluate` stores a metric per user. Differences per user are averaged over pairs
 of runs of any seed, users are drawn with replacement `DRAWS` times, and the interval
 holds the middle 95% of the mean differences. The interval covers the choice of users,
-not of seeds, which the test over seeds covers (`tables.py`).
+not of seeds.
 
 A baseline is a model whose class has `is_baseline`. Each log and ranking has its own
 best baseline, chosen on test, which favours the baseline.
@@ -30,15 +30,15 @@ from numpy.typing import NDArray
 from core.schemas import Verdict
 from models.metrics.metric import lower_is_better
 from models.metrics.per_user_metrics import decode_values
-from pipelines import tracking
 from pipelines.comparison.compare import (
     ALL_ITEMS,
     KNOWN_LEFT_OUT,
+    TEACHER,
     Comparison,
-    summarise,
 )
 from pipelines.evaluation.baselines import Baseline
 from pipelines.evaluation.result import Result, artifact_name
+from pipelines.tracking.names import WEIGHTS_TAG
 
 DRAWS, CHUNK = 2000, 100
 """Number of draws of the bootstrap, and of draws that are computed at once."""
@@ -59,29 +59,13 @@ PER_USER_METRIC = {
 }
 """Metrics per user that replace metrics which are not a mean over users."""
 
-TEACHER = "model.teacher_hash"
-"""Param with the hash of the weights of a student's teacher."""
-
-TEACHER_PARAMS = (TEACHER, "model.encoder_hash")
-"""Params in which students differ if their teachers differ only in their seed."""
-
 TIES = 0.5
 """GAUC of a shown order in which all results tie, as in a log without positions."""
 
 SHOWN_ORDER_NOTE = "The shown order is the present ranking's; clicks on it favour it."
 
-COMPARED = [
-    "model_label",
-    "name",
-    "has_steps",
-    "train/steps",
-    "fit.batch_size",
-    "seeds",
-]
-"""Columns of a base that a table shows beside those of a row or a group."""
-
-DESCRIBED = ["group", "position", "row", "model", "label", "ranking", *COMPARED]
-"""Columns of a group in the frame of differences."""
+DESCRIBED = ["row", "position", "model", "label", "ranking"]
+"""Columns of a row in the frame of differences."""
 
 
 def bootstrap_intervals(
@@ -136,60 +120,48 @@ def judge_difference(
 
 
 def measure_differences(comparison: Comparison) -> pl.DataFrame:
-    """Return the differences of models on the same users.
+    """Return the differences of rows on the same users.
 
-    A group is a row that has the metric on test; students whose teachers differ only in
-    their seed are one group. A difference is of the `kind` `teacher`, `best` (of the
-    log), `baseline` (the best of the log), or `shown` (the order that the log showed).
+    A row is compared with its base: of the `kind` `baseline` the best baseline of its
+    log, `shown` the order that the log showed, and `teacher` the row of its teacher.
 
     Returns:
-        A line per kind and group: `kind`, `position` of the group, its first `row`,
-        `model`, `label`, `ranking` and `COMPARED`, `COMPARED` with the suffix
-        ` of base`, `metric`, numbers of `pairs` of runs and of `users`, `base_mean`,
-        `mean`, `low` and `high`. The frame is empty without metrics per user.
+        A line per kind and row: `kind`, `row` and its `position`, `model`, `label` and
+        `ranking`, the `base`, the `metric`, the number of `users`, `base_mean`, `mean`,
+        `low` and `high`. The frame is empty without metrics per user.
     """
-    all_runs = comparison.rows.select("row").join(
+    rows, row = comparison.rows.with_row_index("position"), pl.col("row")
+    runs = rows.select("row", "position").join(
         comparison.runs, on="row", maintain_order="left"
     )
-    runs = group_rows(all_runs, comparison)
-    groups = summarise(runs, "group").with_row_index("position")
-    newest = runs.drop_nulls(f"test/{comparison.metric}").unique(
-        ["group", "repeat"], keep="last", maintain_order=True
+    runs = runs.drop_nulls(f"test/{comparison.metric}").unique(
+        ["row", "repeat"], keep="last", maintain_order=True
     )
-    newest = newest.select("group", "evaluation")
-    group, teacher = pl.col("group"), pl.col("teacher")
-    baseline, shown = pl.col("is_baseline"), pl.col("is_diagnostic")
-    best, best_baseline = group.first(), group.filter(baseline).first()
-    is_compared = ~baseline & ~shown & best_baseline.over("log").is_not_null()
-    pairs = pl.concat(
-        groups.select(
-            "group", kind=pl.lit(kind), base=base.over("log"), is_used=is_used
+    tested = rows.filter(row.is_in(runs["row"].to_list()) & ~pl.col("is_teacher"))
+    of_row = runs.select("row", "evaluation")
+    pairs = []
+    for kind, is_base in (("baseline", "is_baseline"), ("shown", "is_diagnostic")):
+        bases = tested.select(
+            "row",
+            is_compared=~pl.col("is_baseline") & ~pl.col("is_diagnostic"),
+            kind=pl.lit(kind),
+            base=row.filter(pl.col(is_base)).first().over("log"),
         )
-        for kind, base, is_used in (
-            ("best", best, teacher.ne_missing(best.over("log"))),
-            ("baseline", best_baseline, is_compared),
-            ("shown", group.filter(shown).last(), is_compared),
-        )
-    )
-    pairs = pairs.filter(pl.col("is_used") & (group != pl.col("base")))
-    pairs = pairs.join(newest, on="group", maintain_order="left_right").join(
-        newest.select(base="group", base_run="evaluation"),
-        on="base",
-        maintain_order="left_right",
-    )
+        bases = bases.filter("is_compared").drop_nulls("base")
+        of_base = of_row.select(base="row", other="evaluation")
+        pair = bases.join(of_row, on="row", maintain_order="left_right")
+        pairs.append(pair.join(of_base, on="base", maintain_order="left_right"))
     # each student is compared with its own teacher
-    own_teacher = runs.select(
-        "group", "evaluation", kind=pl.lit("teacher"), base="teacher", hash=TEACHER
-    ).join(
-        all_runs.select(base="row", hash=tracking.WEIGHTS_TAG, base_run="evaluation"),
-        on=["base", "hash"],
-        maintain_order="left_right",
-    )
-    columns = ["kind", "group", "base", "evaluation", "base_run"]
-    pairs = pl.concat([own_teacher.select(columns), pairs.select(columns)])
+    of_hash = runs.select("options", base="row", other="evaluation", hash=WEIGHTS_TAG)
+    students = runs.filter(~pl.col("is_teacher")).rename({TEACHER: "hash"})
+    students = students.select("row", "evaluation", "options", "hash")
+    students = students.with_columns(kind=pl.lit("teacher"))
+    pairs.append(students.join(of_hash, on=["hash", "options"], maintain_order="left"))
+    columns = ["kind", "row", "base", "evaluation", "other"]
+    all_pairs = pl.concat(pair.select(columns) for pair in pairs)
     metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
-    ids = pl.concat([pairs["evaluation"], pairs["base_run"]]).unique()
-    artifacts = all_runs.filter(pl.col("evaluation").is_in(ids.to_list()))
+    ids = pl.concat([all_pairs["evaluation"], all_pairs["other"]]).unique()
+    artifacts = runs.filter(pl.col("evaluation").is_in(ids.to_list()))
     with ThreadPoolExecutor() as threads:
         loaded = threads.map(
             partial(load_per_user, comparison.uri), artifacts["artifacts"]
@@ -198,31 +170,28 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
     for run, by_split in zip(artifacts["evaluation"], loaded, strict=True):
         if encoded := by_split.get(artifact_name("test"), {}).get(metric):
             per_user[run] = encoded["users"], *decode_values(encoded)
+    by_row = {line["row"]: line for line in rows.iter_rows(named=True)}
     by_users: dict[str, list[tuple[Any, ...]]] = {}
-    by_group = {line["group"]: line for line in groups.iter_rows(named=True)}
-    by_row = {line["row"]: line for line in comparison.rows.iter_rows(named=True)}
-    for (kind, group_id, base_id), of_pair in pairs.group_by(
-        "kind", "group", "base", maintain_order=True
+    for (kind, number, base), of_pair in all_pairs.group_by(
+        "kind", "row", "base", maintain_order=True
     ):
         same = [
-            (per_user[run], per_user[base])
-            for *_, run, base in of_pair.iter_rows()
-            if run in per_user and base in per_user
-            if per_user[run][0] == per_user[base][0]
+            (per_user[run], per_user[other])
+            for *_, run, other in of_pair.iter_rows()
+            if run in per_user and other in per_user
+            if per_user[run][0] == per_user[other][0]
         ]
         if not same or not len(same[0][0][2]):  # no request that the metric counts
             continue
         (users, _, counts), _ = same[0]
-        base_mean = np.mean([base[1] for _, base in same], 0)
+        base_mean = np.mean([other[1] for _, other in same], 0)
         difference = np.mean([run[1] for run, _ in same], 0) - base_mean
-        own = by_group[group_id]
-        other = by_row[base_id] if kind == "teacher" else by_group[base_id]
+        own, other = by_row[number], by_row[base]
         line = {
-            **{name: own[name] for name in DESCRIBED},
-            **{f"{name} of base": other[name] for name in COMPARED},
             "kind": kind,
+            "base": other["name"] if kind == "teacher" else other["model_label"],
+            **{name: own[name] for name in DESCRIBED},
             "metric": metric,
-            "pairs": len(of_pair),
             "users": len(counts),
             "base_mean": float(base_mean @ counts / counts.sum()),
         }
@@ -234,37 +203,6 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
         table = pl.DataFrame(lines, infer_schema_length=None)
         tables.append(table.hstack(intervals))
     return pl.concat(tables, how="vertical_relaxed") if tables else pl.DataFrame()
-
-
-def group_rows(runs: pl.DataFrame, comparison: Comparison) -> pl.DataFrame:
-    """Return the runs of tested rows, with columns `teacher` and `group`.
-
-    A `teacher` with the student's evaluation options is preferred to one without.
-
-    Args:
-        runs: Runs in the order of their rows.
-        comparison: The comparison.
-    """
-    by_hash = runs.select("options", hash=tracking.WEIGHTS_TAG, teacher="row")
-    by_hash = by_hash.drop_nulls("hash").unique(
-        ["options", "hash"], keep="first", maintain_order=True
-    )
-    runs = runs.with_columns(hash=TEACHER).filter(~pl.col("is_teacher"))
-    plain = by_hash.filter(options="").select("hash", plain_teacher="teacher")
-    for table, keys in ((by_hash, ["hash", "options"]), (plain, ["hash"])):
-        runs = runs.join(table, on=keys, how="left", maintain_order="left")
-    teacher = pl.coalesce("teacher", "plain_teacher")
-    is_tested = pl.col(f"test/{comparison.metric}").count().over("row") > 0
-    keys = ["log", "options", *comparison.params]
-    of_group = [
-        pl.when(teacher.is_null()).then(name)
-        if name in TEACHER_PARAMS
-        else pl.col(name)
-        for name in keys
-    ]
-    return runs.with_columns(
-        teacher=teacher, group=pl.col("row").first().over([teacher, *of_group])
-    ).filter(is_tested)
 
 
 def load_per_user(uri: str, artifacts: str) -> dict[str, dict[str, Any]]:

@@ -242,9 +242,7 @@ def test_results_are_logged_to_the_training_run_and_compared(
 
     comparison = compare(evaluation.uri, ["retrieval/small"])
     tables = build_tables(comparison, measure_differences(comparison))
-    (_, table, _), (_, same_users, _), *_ = tables
-    # TIGER is compared with both seeds of SASRec.
-    assert same_users.select("pairs of runs", "users").rows() == [("2", "60")]
+    ((_, table, _),) = tables
     rows = {row["run"]: row for row in table.iter_rows(named=True)}
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"
