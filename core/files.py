@@ -21,20 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-from pyarrow import fs
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, one_line
 
-S3_RETRIES: dict[str, Any] = {
-    "connect_timeout": 10.0,
-    "request_timeout": 30.0,  # until the first byte, and between bytes
-    "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=9),
-}
-"""Retries of S3. Nine attempts, with pauses of up to 20 s, take about a minute. 403 and
-404 are not retried."""
+if TYPE_CHECKING:  # its import takes longer than a command's first line may
+    import pyarrow as pa
+    from pyarrow import fs
 
 GCS_RETRIES: dict[str, Any] = {"retry_time_limit": timedelta(seconds=60)}
 """Retries of GCS."""
@@ -53,12 +46,22 @@ def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
     Returns:
         The file system, and the path within it.
     """
+    from pyarrow import fs
+
     uri = str(uri)
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
     with storage_errors(uri):
         filesystem, path = fs.FileSystem.from_uri(uri)
-    retries = {"s3": S3_RETRIES, "gcs": GCS_RETRIES}.get(filesystem.type_name)
+    retries: dict[str, Any] = {}
+    if filesystem.type_name == "s3":
+        # Nine attempts, with pauses of up to 20 s, take about a minute. 403 and 404 are
+        # not retried.
+        retries["retry_strategy"] = fs.AwsStandardS3RetryStrategy(max_attempts=9)
+        retries["connect_timeout"] = 10.0
+        retries["request_timeout"] = 30.0  # until the first byte, and between bytes
+    elif filesystem.type_name == "gcs":
+        retries = GCS_RETRIES
     if retries:
         filesystem = type(filesystem)(**{**read_settings(filesystem), **retries})
     return filesystem, path
@@ -72,9 +75,11 @@ def read_settings(filesystem: fs.FileSystem) -> dict[str, Any]:
 @contextmanager
 def storage_errors(uri: str) -> Iterator[None]:
     """Turn storage errors in the block into UserErrors that name `uri`."""
+    from pyarrow import ArrowException
+
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (ArrowException, OSError) as error:
         raise UserError(f"cannot reach {uri} ({one_line(error)})") from error
 
 
@@ -105,7 +110,7 @@ def absolute(uri: str) -> str:
 def write_file(uri: str, content: bytes | pa.Buffer) -> None:
     """Write a file atomically: readers see the old or the new content, never a part."""
     filesystem, path = open_uri(uri)
-    if isinstance(filesystem, fs.LocalFileSystem):
+    if filesystem.type_name == "local":
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         # `tables.commit` removes the temporary files of killed jobs
         temporary = Path(f"{path}.{os.getpid()}.tmp")
@@ -124,7 +129,7 @@ def read_json(uri: str) -> Any:
         ValueError: If the file is damaged.
     """
     filesystem, path = open_uri(uri)
-    if filesystem.get_file_info(path).type != fs.FileType.File:
+    if not filesystem.get_file_info(path).is_file:
         return None
     with filesystem.open_input_stream(path) as stream:
         return json.loads(stream.read())
@@ -153,7 +158,7 @@ def hold_lock(uri: str, busy: str, wait: float = 0) -> Iterator[None]:
         wait: Seconds to wait for the lock.
     """
     filesystem, file_path = open_uri(uri)
-    if not isinstance(filesystem, fs.LocalFileSystem):
+    if filesystem.type_name != "local":
         with _hold_lock_object(uri, busy, wait):
             yield
         return
@@ -293,7 +298,7 @@ def _open_store(uri: str, bucket: str) -> Any:
     from obstore import store
 
     filesystem, _ = open_uri(uri)
-    if isinstance(filesystem, fs.GcsFileSystem):
+    if filesystem.type_name == "gcs":
         return store.GCSStore(bucket, **OBSTORE_RETRIES)
     options = read_settings(filesystem)
     settings: dict[str, Any] = {}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Folder
-from core.schemas import Inputs
 from models.own_code import MetricName
 from models.retrieval.options import (
     RECOMMEND_OPTIONS,
     AtSpeedOptions,
     StudentOptions,
 )
+
+if TYPE_CHECKING:
+    from core.schemas import Inputs
+
 
 RECOMMEND_NAMES = tuple(
     dict.fromkeys(field.name for kind in RECOMMEND_OPTIONS for field in fields(kind))
@@ -92,6 +95,8 @@ class EvaluateConfig(StudentOptions, AtSpeedOptions):
     @property
     def inputs(self) -> Inputs:
         """Folders of tables."""
+        from core.schemas import Inputs  # takes longer than a first line may
+
         return Inputs(self.tables, self.sids, self.text)
 
     def recommend_options(self) -> dict[str, Any]:

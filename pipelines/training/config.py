@@ -14,7 +14,7 @@ before their import.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -22,10 +22,12 @@ from pydantic.dataclasses import dataclass
 from core.errors import UserError
 from core.files import absolute, join
 from core.options import STRICT, Folder
-from core.schemas import Inputs
 from models import own_code
 from models.registry import ModelSection
 from models.training.fit_config import FitConfig, check_replay
+
+if TYPE_CHECKING:
+    from core.schemas import Inputs
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -141,6 +143,8 @@ class TrainConfig:
     @property
     def inputs(self) -> Inputs:
         """Folders of tables."""
+        from core.schemas import Inputs  # takes longer than a first line may
+
         return Inputs(self.tables, self.sids, self.text)
 
     @property

@@ -63,8 +63,7 @@ def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
     assert best["run"].to_list() == [str(number) for number in range(20)]
     assert "of 31 rows" in title
     assert len(notes) == 5
-    table = "x", frame.head(20), ["first", "second"]
-    assert shorten(table) == table
+    assert shorten(("x", frame.head(20), []))[0] == "x"
 
 
 def test_tables_are_printed_as_markdown(
