@@ -11,8 +11,6 @@ missing.
 from __future__ import annotations
 
 from core.files import join
-from core.schemas import SequencesInfo
-from core.tables import open_table
 from jobs import cli
 from pipelines.encode.config import EncodeConfig
 
@@ -22,6 +20,8 @@ Config = EncodeConfig
 def run(config: EncodeConfig) -> None:
     """Encode the texts, and print the next command."""
     cli.say_loading("ray")
+    from core.schemas import SequencesInfo
+    from core.tables import open_table
     from pipelines.encode.texts import encode_log
     from pipelines.prepare.kinds.registry import KINDS
 

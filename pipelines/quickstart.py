@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -30,13 +30,15 @@ from core.options import (
     read_yaml,
     to_words,
 )
-from core.schemas import ItemsInfo
-from core.tables import Table
 from models import registry
 from pipelines.comparison.config import CompareConfig
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from core.schemas import ItemsInfo
+    from core.tables import Table
 
 CONFIGS = Path(__file__).parents[1] / "jobs/configs"
 FLOWS = CONFIGS / "quickstart.yaml"

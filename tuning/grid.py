@@ -22,7 +22,7 @@ import random
 import re
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -38,11 +38,13 @@ from core.options import (
     read_configs,
     read_yaml,
 )
-from core.schemas import RunRef
 from models.own_code import name_metric
 from pipelines import tracking
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.training.config import RayOptions, TrainConfig, check_run_name
+
+if TYPE_CHECKING:
+    from core.schemas import RunRef
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
@@ -232,6 +234,8 @@ class Sweep(NamedTuple):
 
 def load_sweep(config: SweepConfig) -> Sweep:
     """Load the grid of a sweep, and build the configuration of each trial."""
+    from core.schemas import RunRef
+
     content = {"name": Path(config.grid).stem, **read_yaml(config.grid)}
     if config.smoke:
         smoke = build(Grid, content).smoke
