@@ -77,9 +77,6 @@ class CatalogueMetric(Metric):
 
     label: ClassVar[str]
     """Name in the printed line."""
-    needs_trained: ClassVar[bool] = False
-    """Whether the metric reads how often the training has each item, which is unknown
-    on another log."""
 
     def value(self, shown: Tensor, trained: Tensor) -> float:
         """Return the metric.

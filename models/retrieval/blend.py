@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from core.errors import UserError
 from core.options import STRICT, Fraction, NamedConfig
 from models import registry
 from models.loaded_model import build_model
+from models.retrieval import metrics
 from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.model import RetrievalModel
@@ -121,12 +123,13 @@ class Blend(RetrievalModel):
     ) -> None:
         """Choose the weight on validation."""
         self.eval()
-        choose(
-            self,
-            ["weight"],
-            lambda choice: self.weight.fill_(choice["weight"]),
-            val_batches,
-        )
+        rank = cache(partial(self.rank, depth=self.config.depth))
+
+        def measure(batch: RequestBatch) -> dict[str, Any]:
+            items, _ = self.fuse(rank(batch), max(metrics.CUTOFFS))
+            return metrics.measure_ranking(items, batch)
+
+        choose(self, (), "weight", lambda: None, val_batches, measure)
 
     def encode_allowed(self, items: Tensor) -> Tensor:
         """Return the set of `items` (N,) unchanged, as each model encodes it."""
@@ -138,13 +141,31 @@ class Blend(RetrievalModel):
     ) -> tuple[Tensor, Tensor]:
         """Rank the items of both models by the weighted sum of their ranks."""
         depth = max(k, self.config.depth)
-        reciprocal = 1 / torch.arange(61, depth + 61, device=batch.device)
-        shape = (len(batch.history), self.num_items + 1)
-        total = torch.zeros(shape, device=batch.device)
-        weights = (1 - self.weight, self.weight)
-        for model, weight in zip(self.models, weights, strict=True):
+        return self.fuse(self.rank(batch, depth, allowed, **options), k)
+
+    @torch.no_grad()
+    def rank(
+        self,
+        batch: HistoryBatch,
+        depth: int,
+        allowed: Tensor | None = None,
+        **options: Any,
+    ) -> list[Tensor]:
+        """Return the `depth` first items (B, depth) of each model, -1 at padding."""
+        rankings = []
+        for model in self.models:
             encoded = None if allowed is None else model.encode_allowed(allowed)
             items, _ = model.recommend(batch, depth, allowed=encoded, **options)
+            rankings.append(items)
+        return rankings
+
+    def fuse(self, rankings: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
+        """Return items and scores, (B, k) both, from the rankings of both models."""
+        rows, depth = rankings[0].shape
+        reciprocal = 1 / torch.arange(61, depth + 61, device=self.weight.device)
+        total = reciprocal.new_zeros((rows, self.num_items + 1))
+        weights = (1 - self.weight, self.weight)
+        for items, weight in zip(rankings, weights, strict=True):
             # missing items go to an extra column
             column = torch.where(items < 0, self.num_items, items)
             total.scatter_add_(1, column, (weight * reciprocal).expand(column.shape))

@@ -41,6 +41,9 @@ FIRST_PREFIX = "first/"
 target is not among all of the user's earlier behaviours, whatever part of them a model
 reads."""
 
+NEW_PREFIX = "new/"
+"""Prefix of metrics over the requests whose target has no training behaviours."""
+
 
 def rank_target(items: Tensor, target: Tensor) -> Ranking:
     """Return the ranking with the rank of each `target` (B,) in `items` (B, K).
@@ -89,14 +92,16 @@ def measure_ranking(
     batch: RequestBatch,
     by_user: int = 0,
     shown: Tensor | None = None,
+    trained: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Sum metrics over all requests, and over first-time requests (`FIRST_PREFIX`).
+    """Sum metrics over all requests, and over those of `FIRST_PREFIX` and `NEW_PREFIX`.
 
     Args:
         items: Ranked items (B, K), with K at least the largest of `CUTOFFS`.
         batch: Requests with their targets.
         by_user: Also return metrics of every `by_user`-th user; 0 for none.
         shown: As in `count_shown`; None to not count.
+        trained: As in `exposure`, on the CPU; None without metrics of `NEW_PREFIX`.
     """
     if shown is not None:
         count_shown(shown, items)
@@ -104,6 +109,8 @@ def measure_ranking(
     items, batch = items.cpu(), batch.to("cpu")
     ranking, is_first = rank_target(items, batch.target), batch.repeats == 0
     requests = {"": torch.ones_like(is_first), FIRST_PREFIX: is_first}
+    if trained is not None:
+        requests[NEW_PREFIX] = trained[batch.target] == 0
     sums: dict[str, Any] = {
         prefix + EXAMPLES: float(counted.sum()) for prefix, counted in requests.items()
     }
@@ -123,28 +130,25 @@ def measure_ranking(
 def means(sums: dict[str, float]) -> dict[str, float]:
     """Return the means per example from sums.
 
-    Metrics with `FIRST_PREFIX` are means over the first-time requests, NaN if there are
-    none. `first/examples` stays a count.
+    Metrics with a prefix are means over its requests, NaN if there are none. Their
+    number, such as `first/examples`, stays a count.
     """
-    count = float(sums.get(EXAMPLES, 0.0))
-    if not count:
+    if not sums.get(EXAMPLES):
         raise ValueError("no examples were evaluated, so there is no mean")
-    first_count = float(sums.get(FIRST_PREFIX + EXAMPLES, 0.0))
     averages: dict[str, float] = {}
     for name, value in sums.items():
-        if name == EXAMPLES:
-            continue
-        if name == FIRST_PREFIX + EXAMPLES:
-            averages[name] = first_count
-        elif name.startswith(FIRST_PREFIX):
-            averages[name] = float(value) / first_count if first_count else math.nan
+        prefix = name[: name.rfind("/") + 1]
+        count = float(sums[prefix + EXAMPLES])
+        if name == prefix + EXAMPLES:
+            averages[name] = count
         else:
-            averages[name] = float(value) / count
+            averages[name] = float(value) / count if count else math.nan
+    del averages[EXAMPLES]
     return averages
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """Return a table of the metrics by cutoff, and lines of `exposure` and `first`."""
+    """Return a table of the metrics by cutoff, and lines of what else is measured."""
     printed = [metric for metric in find_metrics(RequestMetric) if metric.is_printed]
     width = max(8, *(len(metric.name) for metric in printed))
     lines = [f"  {'K':<{width}}" + "".join(f"{k:>9}" for k in CUTOFFS)]
@@ -159,13 +163,14 @@ def summary(metrics: dict[str, float]) -> list[str]:
     ]
     if exposures:
         lines.append(f"  top {TOP}  {', '.join(exposures)}")
-    if FIRST_PREFIX + EXAMPLES in metrics:
-        values = [
-            f", {name} {format_metric(metrics[FIRST_PREFIX + name])}"
-            for name in (f"recall@{TOP}", f"ndcg@{TOP}")
-        ]
-        lines.append(
-            f"  first  {metrics[FIRST_PREFIX + EXAMPLES]:,.0f} requests whose target "
-            f"is not in the history{''.join(values)}"
-        )
+    for prefix, place in ((FIRST_PREFIX, "history"), (NEW_PREFIX, "training")):
+        if prefix + EXAMPLES in metrics:
+            values = [
+                f", {name} {format_metric(metrics[prefix + name])}"
+                for name in (f"recall@{TOP}", f"ndcg@{TOP}")
+            ]
+            lines.append(
+                f"  {prefix[:-1]:<5}  {metrics[prefix + EXAMPLES]:,.0f} requests whose "
+                f"target is not in the {place}{''.join(values)}"
+            )
     return lines

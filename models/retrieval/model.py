@@ -94,6 +94,7 @@ class RetrievalModel(Model):
         batch: RequestBatch,
         by_user: int = 0,
         shown: Tensor | None = None,
+        trained: Tensor | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Rank the full catalogue and return the sums of the metrics.
@@ -103,7 +104,9 @@ class RetrievalModel(Model):
             by_user: Also return the metrics of every `by_user`-th user; 0 for none.
             shown: (N,) int64 number of top 10 lists that contain each item, updated
                 in place.
+            trained: (N,) training behaviours of each item, for the metrics of requests
+                for an item without any.
             options: Options of `recommend`.
         """
         items, _ = self.recommend(batch, max(metrics.CUTOFFS), **options)
-        return metrics.measure_ranking(items, batch, by_user, shown)
+        return metrics.measure_ranking(items, batch, by_user, shown, trained)

@@ -72,13 +72,29 @@ class Block(nn.Module):
             nn.Linear(config.feedforward_dim, config.dim),
         )
 
-    def forward(self, x: Tensor, dropout_p: float) -> Tensor:
-        """Return the block's output (B, T, D) for states `x` (B, T, D)."""
+    def forward(
+        self, x: Tensor, dropout_p: float, position: Tensor | None = None
+    ) -> Tensor:
+        """Return the block's output for states `x` (B, T, D).
+
+        Args:
+            x: (B, T, D) states.
+            dropout_p: Dropout probability.
+            position: (B, 1, 1) only position whose output is needed; None for all.
+
+        Returns:
+            (B, T, D), or (B, 1, D) for one position.
+        """
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H)
+        visible = None
+        if position is not None:
+            visible = torch.arange(x.shape[1], device=x.device) <= position[:, None]
+            q = q.take_along_dim(position[:, None], 2)
+            x = x.take_along_dim(position, 1)
         # padding is on the right, so the causal mask hides it from real positions
         mixed = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout_p
+            q, k, v, visible, dropout_p, is_causal=position is None
         )
         attended = self.out(mixed.transpose(1, 2).flatten(2))
         x = x + functional.dropout(attended, dropout_p)
@@ -117,14 +133,20 @@ class SASRec(RetrievalModel):
         """Return the folder of semantic IDs if vectors are summed over them."""
         return {"sids": True} if config.item_vectors == "ids_and_sids" else {}
 
-    def states(self, history: Tensor, dropout_p: float = 0.0) -> Tensor:
-        """Return the state (B, T, D) after each behaviour of `history` (B, T)."""
+    def states(
+        self, history: Tensor, dropout_p: float = 0.0, position: Tensor | None = None
+    ) -> Tensor:
+        """Return the state (B, T, D) after each behaviour of `history` (B, T).
+
+        With a `position` (B, 1, 1), only the state (B, 1, D) there is computed.
+        """
         length = history.shape[1]
         x = self.item(history.clamp(min=0)) + self.position.weight[:length]
         x = functional.dropout(x, dropout_p)
-        for block in self.blocks:
+        *blocks, last_block = self.blocks
+        for block in blocks:
             x = block(x, dropout_p)
-        return self.norm(x)
+        return self.norm(last_block(x, dropout_p, position))
 
     def forward(self, batch: WindowBatch) -> dict[str, Tensor]:
         """Return the mean cross-entropy over the M targets of the windows."""
@@ -143,10 +165,10 @@ class SASRec(RetrievalModel):
 
     def last_states(self, batch: HistoryBatch) -> Tensor:
         """Return the state (B, D) after each history, 0 after an empty one."""
-        rows = torch.arange(len(batch.history), device=batch.device)
-        length = batch.history_length
-        states = self.states(batch.history)[rows, length - 1]
-        return states.masked_fill(length[:, None] == 0, 0.0)
+        length = batch.history_length[:, None]
+        last = (length - 1).clamp(min=0).unsqueeze(2)
+        states = self.states(batch.history, position=last)
+        return states.squeeze(1).masked_fill(length == 0, 0.0)
 
     def item_vectors(self) -> Tensor:
         """Return the item embeddings, (N, D)."""

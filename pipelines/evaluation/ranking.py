@@ -15,7 +15,6 @@ import time
 from functools import partial
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
@@ -25,7 +24,6 @@ from models import registry
 from models.dataset.dataset import Dataset
 from models.evaluation import add_sums, measure_examples
 from models.loaded_model import LoadedModel
-from models.metrics.metric import TOP, CatalogueMetric, find_metrics
 from models.metrics.per_user_metrics import sampling_stride
 from models.metrics.ranking_metrics import describe_chance_level
 from models.retrieval.metrics import exposure
@@ -43,9 +41,8 @@ from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.result import Result, pop_per_user, record_result
 from pipelines.start import start_ray
 
-SHOWN, TRAINED = "shown", "trained"
-"""Keys in the sums for counts per item: how often it is in a top 10, and how often in
-the training behaviours."""
+SHOWN = "shown"
+"""Key in the sums for the number of top 10 lists that contain each item."""
 
 
 def evaluate(
@@ -90,10 +87,10 @@ def evaluate(
         device = f"{config.shards} x {device}"
     saved = checked.checkpoint
     by_user = pop_per_user(sums)
-    exposed: dict[str, float] = {}
-    if SHOWN in sums:
-        exposed = exposure(sums.pop(SHOWN), sums.pop(TRAINED))
-    metrics = registry.find(saved.name).metric_means(sums) | exposed
+    shown = sums.pop(SHOWN, None)
+    metrics = registry.find(saved.name).metric_means(sums)
+    if shown is not None:
+        metrics |= exposure(shown, load_counts(saved, len(shown)))
     current = table_hashes(checked.versions)
     result = Result(
         model=saved.name,
@@ -116,10 +113,6 @@ def evaluate(
         device=device,
         by_user=by_user,
     )
-    if result.is_fresh(saved):
-        for metric in find_metrics(CatalogueMetric):
-            if metric.needs_trained:
-                metrics.pop(f"{metric.name}@{TOP}", None)
     return result, checked
 
 
@@ -189,28 +182,20 @@ def measure_shard(
     )
     if len(examples):  # one batch without its result, so that timings are steady
         measure(limit=min(config.batch_size, len(examples)), options=options)
-    exposed: dict[str, torch.Tensor] = {}  # (N,) counts of items
     popular: dict[str, float] = {}
     if model.ranks == "catalogue":
         num_items = catalogue.num_items
-
-        def load_behaviours(split: str) -> Any:
-            behaviours = load(split, unit="behaviour")
-            return behaviours.examples.take(behaviours.evaluation_rows())
-
-        counts_of_items = np.bincount(
-            load_behaviours("train").targets, minlength=num_items
-        )
-        exposed[TRAINED] = torch.from_numpy(counts_of_items)
-        requests = load_behaviours(split)
+        behaviours = load(split, unit="behaviour")
+        requests: Any = behaviours.examples.take(behaviours.evaluation_rows())
+        options["trained"] = load_counts(loaded.checkpoint, num_items)
         popular = sum_popularity(
-            load_counts(loaded.checkpoint, num_items),
-            requests.targets[requests.end == 0],
+            options["trained"], requests.targets[requests.end == 0]
         )
         options["shown"] = torch.zeros(num_items, dtype=torch.long, device=device)
     measured = measure(options=options)
-    if exposed:
-        exposed[SHOWN] = options["shown"].cpu()
+    sums = measured.sums
+    if "shown" in options:
+        sums[SHOWN] = options["shown"].cpu()
     speed = measured.num_examples / measured.seconds if measured.seconds else 0.0
     counts = {
         "requests": measured.num_examples,
@@ -221,4 +206,4 @@ def measure_shard(
     name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
-    return {**measured.sums, **exposed}, counts, popular, name
+    return sums, counts, popular, name

@@ -23,7 +23,6 @@ class NewItems(CatalogueMetric):
     """Share of the recommended items that have no training behaviours."""
 
     name, label = "new_items", "new items"
-    needs_trained = True
     compared = (10,)
 
     def value(self, shown: Tensor, trained: Tensor) -> float:

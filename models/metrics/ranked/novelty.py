@@ -15,7 +15,6 @@ class Novelty(CatalogueMetric):
     """
 
     name = label = "novelty"
-    needs_trained = True
     compared = (10,)
 
     def value(self, shown: Tensor, trained: Tensor) -> float:

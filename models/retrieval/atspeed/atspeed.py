@@ -341,6 +341,7 @@ class AtSpeed(Student):
         batch: RequestBatch,
         by_user: int = 0,
         shown: Tensor | None = None,
+        trained: Tensor | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Return the sums of the kind's metrics, and of target passes and steps.
@@ -348,7 +349,7 @@ class AtSpeed(Student):
         The arguments are those of `RetrievalModel.measure`.
         """
         items, _, *counts = self.speculate(batch, max(metrics.CUTOFFS), **options)
-        sums = metrics.measure_ranking(items, batch, by_user, shown)
+        sums = metrics.measure_ranking(items, batch, by_user, shown, trained)
         counts = counts or [items.new_zeros(0)] * 3  # of an empty batch
         names = ("target_passes", "drafted", "accepted")
         totals = zip(names, (float(count.sum()) for count in counts), strict=True)

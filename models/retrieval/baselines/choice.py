@@ -2,7 +2,7 @@
 
 decay: Values[PositiveFloat] = (0.8, 1.0)  # or a single number
 
-best = choose(model, ("l2", "decay"), learn, val_batches)
+best = choose(model, ("l2",), "decay", learn, val_batches)
 """
 
 from __future__ import annotations
@@ -30,32 +30,51 @@ Values = Annotated[
 
 def choose(
     model: Any,
-    names: Sequence[str],
-    learn: Callable[[dict[str, Any]], object],
+    learned: Sequence[str],
+    applied: str,
+    learn: Callable[..., object],
     val_batches: Iterable[RequestBatch],
+    measure: Callable[[RequestBatch], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Learn with the choice of the highest validation NDCG@10, the first of equal ones.
 
     Args:
         model: The model that `learn` fits; its `choice` is set.
-        names: Names of the options that are chosen.
-        learn: Fits the model with a choice.
+        learned: Names of the chosen options that `learn` reads.
+        applied: Name of the chosen option that is a () buffer of the model, which only
+            its rankings read.
+        learn: Fits the model with values of `learned`, in their order.
         val_batches: Validation requests, by length of their histories.
+        measure: Returns the metrics of a batch; by default the model's `measure`.
 
     Returns:
         The chosen values by name.
     """
-    values = itertools.product(*(getattr(model.config, name) for name in names))
-    choices = [dict(zip(names, combination, strict=True)) for combination in values]
+    names = (*learned, applied)
+    options = [getattr(model.config, name) for name in names]
+    choices = [
+        dict(zip(names, values, strict=True)) for values in itertools.product(*options)
+    ]
+    last_learned: list[Any] | None = None
+
+    def use(choice: dict[str, Any]) -> None:
+        nonlocal last_learned
+        values = [choice[name] for name in learned]
+        if values != last_learned:
+            learn(*values)
+        last_learned = values
+        getattr(model, applied).fill_(choice[applied])
+
     best = choices[0]
     if len(choices) > 1:
+        measure = measure or model.measure
         batches = list(val_batches)
         batches = batches[:: 1 + len(batches) // MAX_VAL_BATCHES]
         ndcg = []
         for choice in choices:
-            learn(choice)
-            ndcg.append(sum(model.measure(batch)["ndcg@10"] for batch in batches))
+            use(choice)
+            ndcg.append(sum(measure(batch)["ndcg@10"] for batch in batches))
         best = choices[ndcg.index(max(ndcg))]
-    learn(best)
+    use(best)
     model.choice = ", ".join(f"{name} {value}" for name, value in best.items())
     return best

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,9 @@ from models.retrieval.data import (
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
-TRAINING_BYTES = 12
-"""Bytes per entry of B in training: three float32 matrices at once."""
+TRAINING_BYTES = 20
+"""Bytes per entry of B in training: five float32 matrices at once, two of them
+solutions for values of l2."""
 
 
 @dataclass(config=STRICT)
@@ -62,7 +64,7 @@ class EASEConfig(NamedConfig):
     history_decay: Values[PositiveFloat] = (0.8, 1.0)
     """Factor on an item of the history per later behaviour."""
     max_items: PositiveInt = 10_000
-    """M, the most items that B covers. The model takes 4 M^2 bytes and training 12
+    """M, the most items that B covers. The model takes 4 M^2 bytes and training 20
     M^2."""
     max_history: PositiveInt = 1000
     """Number of latest behaviours read per request."""
@@ -123,16 +125,12 @@ class EASE(RetrievalModel):
         frequent = np.argsort(-self.counts.cpu().numpy(), kind="stable")
         items = np.sort(frequent[: len(self.items)])
         self.items.copy_(torch.from_numpy(items))
-        solved = 0.0
+        solve = cache(partial(solve_weights, matrix[:, items]))
 
-        def learn(choice: dict[str, Any]) -> None:
-            nonlocal solved
-            if choice["l2"] != solved:
-                self.weights.copy_(solve_weights(matrix[:, items], choice["l2"]))
-                solved = choice["l2"]
-            self.history_decay.fill_(choice["history_decay"])
+        def learn(l2: float) -> None:
+            self.weights.copy_(solve(l2))
 
-        choose(self, ("l2", "history_decay"), learn, val_batches)
+        choose(self, ("l2",), "history_decay", learn, val_batches)
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
@@ -147,12 +145,14 @@ class EASE(RetrievalModel):
         )  # (B, M)
         # items that B does not cover are below all linear scores
         lowest = linear_scores.amin(1, keepdim=True).clamp(max=0)
-        scores = lowest + popular_below_zero(self.counts)  # (B, N)
+        popular = popular_below_zero(self.counts)
+        # (N,): column of each item's linear score, M for items that B does not cover
+        column = self.items.new_full((num_items,), size)
+        column[self.items] = torch.arange(size, device=column.device)
+        scores = torch.cat([linear_scores, lowest], 1).index_select(1, column)
+        scores += popular.index_fill(0, self.items, 0.0)
         has_history = is_covered.any(1, keepdim=True)
-        scores[:, self.items] = torch.where(
-            has_history, linear_scores, scores[:, self.items]
-        )
-        return best_allowed(scores, k, batch)
+        return best_allowed(torch.where(has_history, scores, popular), k, batch)
 
 
 def solve_weights(matrix: csr_array, l2: float) -> Tensor:

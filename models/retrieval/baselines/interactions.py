@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from scipy.sparse import csr_array
 from torch import Tensor
+from torch.nn import functional
 
 from models.retrieval.data import HistoryBatch, InteractionBatch
 
@@ -54,6 +55,19 @@ def steps_back(items: Tensor, num_items: int) -> Tensor:
     return (length - 1 - torch.arange(items.shape[1], device=items.device)).clamp(0)
 
 
+def is_last_occurrence(items: Tensor, num_items: int) -> Tensor:
+    """Return whether no later behaviour of the history (B, T) has the same item.
+
+    Args:
+        items: (B, T) items of histories, `num_items` at padding.
+        num_items: Number N of items.
+    """
+    position = torch.arange(items.shape[1], device=items.device).expand_as(items)
+    last = position.new_zeros((len(items), num_items + 1))
+    last.scatter_reduce_(1, items, position, "amax")
+    return last.gather(1, items) == position
+
+
 def decay_distinct(items: Tensor, num_items: int, decay: Tensor) -> Tensor:
     """Return decay^steps (B, T) at the last occurrence of each item, 0 elsewhere.
 
@@ -62,17 +76,26 @@ def decay_distinct(items: Tensor, num_items: int, decay: Tensor) -> Tensor:
         num_items: Number N of items.
         decay: () factor per later behaviour.
     """
-    position = torch.arange(items.shape[1], device=items.device).expand_as(items)
-    last = position.new_zeros((len(items), num_items + 1))
-    last.scatter_reduce_(1, items, position, "amax")
-    is_last = last.gather(1, items) == position
-    return decay ** steps_back(items, num_items) * is_last
+    return decay ** steps_back(items, num_items) * is_last_occurrence(items, num_items)
 
 
 def popular_below_zero(counts: Tensor) -> Tensor:
     """Return (N,) scores in [-1, 0) that order items by their `counts` (N,).
 
-    Added to a model's positive scores, they rank the items without a score by
-    popularity.
+    They rank the items without a score of a model by popularity, if the model's scores
+    are positive.
     """
     return counts / (counts.max() + 1) - 1
+
+
+def add_scores(counts: Tensor, items: Tensor, addends: Tensor) -> Tensor:
+    """Return scores (B, N): sums of addends, and popularity below zero without one.
+
+    Args:
+        counts: (N,) training behaviours of each item.
+        items: (B, P) items of the addends, N at padding.
+        addends: (B, P) positive addends.
+    """
+    popular = functional.pad(popular_below_zero(counts), (0, 1)).to(addends.dtype)
+    scores = popular.repeat(len(items), 1)
+    return scores.scatter_(1, items, 0.0).scatter_add_(1, items, addends)[:, :-1]

@@ -26,7 +26,7 @@ neighbours of an item.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,7 +38,12 @@ from torch import Tensor
 from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.baselines.interactions import decay_distinct, interaction_matrix
-from models.retrieval.baselines.neighbours import NeighbourModel, Pairs, split_items
+from models.retrieval.baselines.neighbours import (
+    NeighbourModel,
+    Pairs,
+    list_pairs,
+    split_items,
+)
 from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
 
 BM25_K1 = 1.2
@@ -90,13 +95,12 @@ class ItemKNN(NeighbourModel):
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(torch.from_numpy(matrix.sum(axis=0)))
 
-        def learn(choice: dict[str, Any]) -> None:
-            weighted = weight_counts(matrix, choice["weights"])
-            self.keep_best(find_similar(weighted, choice["shrinkage"]))
-            self.history_decay.fill_(choice["history_decay"])
+        def learn(weights: str, shrinkage: float) -> None:
+            weighted = weight_counts(matrix, weights)
+            self.keep_best(find_similar(weighted, shrinkage))
 
-        names = ("weights", "shrinkage", "history_decay")
-        choose(self, names, learn, val_batches)
+        learned = ("weights", "shrinkage")
+        choose(self, learned, "history_decay", learn, val_batches)
 
     def history_factors(self, items: Tensor) -> Tensor:
         """Count each distinct item once: history_decay^steps, or 0."""
@@ -142,8 +146,7 @@ def find_similar(weighted: csr_array, shrinkage: float) -> Iterator[Pairs]:
     for first, end in split_items(max_pairs, PRODUCTS_PER_BLOCK):
         products = csr_array(by_item[first:end] @ weighted)  # (end - first, N)
         # one entry per pair of items with a common user
-        item = np.repeat(np.arange(first, end), np.diff(products.indptr))
-        other = products.indices.astype(np.int64)
-        cosine = products.data / (norm[item] * norm[other] + shrinkage)
+        item, other, product = list_pairs(products, first)
+        cosine = product / (norm[item] * norm[other] + shrinkage)
         is_pair = (cosine > 0) & (item != other)
         yield item[is_pair], other[is_pair], cosine[is_pair]

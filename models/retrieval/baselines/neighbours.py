@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn import functional
 
-from models.retrieval.baselines.interactions import popular_below_zero, real_items
+from core.ragged import lengths_to_starts, row_numbers
+from models.retrieval.baselines.interactions import add_scores, real_items
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
@@ -54,14 +56,15 @@ class NeighbourModel(RetrievalModel):
         """Store the best neighbours of each item, ties by item_index.
 
         Args:
-            blocks: Pairs of items; all pairs of an item are in one block.
+            blocks: Pairs of items, ascending; all pairs of an item are in one block.
         """
         neighbours = np.full(self.neighbours.shape, -1, np.int32)
         similarity = np.zeros(neighbours.shape, np.float32)
         for item, other, score in blocks:
-            order = np.lexsort((other, -score, item))
-            first = np.searchsorted(item[order], item[order])
-            rank = np.arange(len(order)) - first  # within the pairs of its item
+            order = np.argsort(-score, kind="stable")
+            order = order[np.argsort(item[order], kind="stable")]
+            # rank within the pairs of its item
+            rank = np.arange(len(item)) - lengths_to_starts(np.bincount(item))[item]
             is_best = rank < neighbours.shape[1]
             order, rank = order[is_best], rank[is_best]
             neighbours[item[order], rank] = other[order]
@@ -92,17 +95,21 @@ class NeighbourModel(RetrievalModel):
         index = items.clamp(max=num_items - 1)
         factors = self.history_factors(items) * (items < num_items)  # (B, T)
         similarity = self.similarity[index] * factors[..., None]  # (B, T, K)
-        # the padding -1 becomes N, one column past the items
-        neighbours = self.neighbours[index].long() % (num_items + 1)
-        scores = similarity.new_zeros((len(items), num_items + 1))
-        scores.scatter_add_(1, neighbours.flatten(1), similarity.flatten(1))
-        scores = scores[:, :num_items]
-        popular = popular_below_zero(self.counts)
-        return best_allowed(torch.where(scores == 0, popular, scores), k, batch)
+        neighbours = self.neighbours[index].long()
+        neighbours.masked_fill_(similarity == 0, num_items)
+        scores = add_scores(self.counts, neighbours.flatten(1), similarity.flatten(1))
+        return best_allowed(scores, k, batch)
 
     def history_factors(self, items: Tensor) -> Tensor:
         """Return the factors (B, T) of the items of histories (B, T)."""
         raise NotImplementedError
+
+
+def list_pairs(matrix: csr_array, first: int) -> Pairs:
+    """Return the pairs of a block of rows, of which item `first` is the first."""
+    matrix.sort_indices()
+    item = first + row_numbers(np.diff(matrix.indptr))
+    return item, matrix.indices.astype(np.int64), matrix.data
 
 
 def split_items(

@@ -23,7 +23,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.options import STRICT, NamedConfig
-from models.retrieval.baselines.interactions import popular_below_zero, real_items
+from models.retrieval.baselines.interactions import (
+    add_scores,
+    is_last_occurrence,
+    real_items,
+)
 from models.retrieval.baselines.popularity import Popularity
 from models.retrieval.data import HistoryBatch
 from models.retrieval.recommend import best_allowed, recommender
@@ -52,14 +56,8 @@ class OwnItems(Popularity):
         # 1 for a history's last behaviour, falling by 1 / (L + 1) per behaviour
         distance = batch.history_length[:, None] - 1 - position
         recency = 1 - distance.double() / (self.config.max_history + 1)
-        # (B, N): counts and recency of each item's last occurrence; an extra column is
-        # padding. In float64 a large count leaves recency its digits
-        frequency = recency.new_zeros((len(items), num_items + 1))
-        last_recency = frequency.scatter_reduce(1, items, recency, "amax")[:, :-1]
-        frequency.scatter_add_(1, items, torch.ones_like(recency))
-        frequency = frequency[:, :-1]
-        own_scores = frequency + last_recency
-        popular = popular_below_zero(self.counts)
-        scores = torch.where(frequency > 0, own_scores, popular.double())
+        # in float64 a large count leaves recency its digits
+        addends = 1 + recency * is_last_occurrence(items, num_items)
+        scores = add_scores(self.counts, items, addends)
         best_items, best_scores = best_allowed(scores, k, batch)
         return best_items, best_scores.float()

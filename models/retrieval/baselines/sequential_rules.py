@@ -24,7 +24,7 @@ item, `R` training requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +37,12 @@ from torch import Tensor
 from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.baselines.interactions import steps_back
-from models.retrieval.baselines.neighbours import NeighbourModel, Pairs, split_items
+from models.retrieval.baselines.neighbours import (
+    NeighbourModel,
+    Pairs,
+    list_pairs,
+    split_items,
+)
 from models.retrieval.data import Catalogue, RequestBatch
 
 PAIRS_PER_BLOCK = 20_000_000
@@ -46,14 +51,8 @@ PAIRS_PER_BLOCK = 20_000_000
 MAX_TRIED = 200_000
 """Most training requests on which the options are tried, drawn evenly."""
 
-OPTIONS = (
-    "distance_power",
-    "source_power",
-    "target_power",
-    "decay",
-    "both_directions",
-)
-"""Options that are chosen on validation."""
+LEARNED = ("distance_power", "source_power", "target_power", "both_directions")
+"""Chosen options of which the counts depend."""
 
 
 @dataclass(config=STRICT)
@@ -108,13 +107,11 @@ class SequentialRules(NeighbourModel):
         counts = np.bincount(target, minlength=len(self.counts))
         self.counts.copy_(torch.from_numpy(counts))
 
-        def learn(choice: dict[str, Any]) -> None:
-            # training batches are in random order
-            self._learn(history[:MAX_TRIED], target[:MAX_TRIED], **choice)
-
-        choice = choose(self, OPTIONS, learn, val_batches)
+        # training batches are in random order
+        learn = partial(self._learn, history[:MAX_TRIED], target[:MAX_TRIED])
+        choice = choose(self, LEARNED, "decay", learn, val_batches)
         if len(target) > MAX_TRIED:
-            self._learn(history, target, **choice)
+            self._learn(history, target, *(choice[name] for name in LEARNED))
 
     def _learn(
         self,
@@ -123,7 +120,6 @@ class SequentialRules(NeighbourModel):
         distance_power: float,
         source_power: float,
         target_power: float,
-        decay: float,
         both_directions: bool,
     ) -> None:
         """Set the neighbours and their V from R training requests."""
@@ -135,7 +131,6 @@ class SequentialRules(NeighbourModel):
             (source, follower, count / (source_norm[source] * target_norm[follower]))
             for source, follower, count in blocks
         )
-        self.decay.fill_(decay)
 
     def history_factors(self, items: Tensor) -> Tensor:
         """Return decay^steps (B, T) of the items of histories (B, T)."""
@@ -174,5 +169,4 @@ def count_pairs(
         source, follower, addend = columns
         shape = (end - first, num_items)
         counts = csr_array((addend, (source - first, follower)), shape=shape)
-        item = np.repeat(np.arange(first, end), np.diff(counts.indptr))
-        yield item, counts.indices.astype(np.int64), counts.data
+        yield list_pairs(counts, first)

@@ -25,14 +25,20 @@ def select(scores: Tensor, k: int) -> Tensor:
         # a GPU would have to wait for the rows with ties
         return _select_all_passes(scores, k)
     values, position = torch.topk(scores, k + 1)
+    values, next_value = values.split([k, 1], 1)
+    position = position[:, :k]
     # rows in which another score equals the k-th highest
-    tied = (values[:, k - 1] == values[:, k]).nonzero().squeeze(1)
-    position = position[:, :k].sort(1).values
+    tied = (values[:, -1:] == next_value).nonzero()[:, 0]
     if len(tied):
-        position[tied] = _select_all_passes(
-            scores if len(tied) == batch else scores[tied], k
-        )
-    return position
+        row, column = (scores[tied] == next_value[tied]).nonzero(as_tuple=True)
+        start = torch.searchsorted(row, torch.arange(len(tied)))[:, None]
+        # the first ties follow the higher scores
+        num_above = (values[tied] != next_value[tied]).sum(1, keepdim=True)
+        tie = torch.arange(k) - num_above
+        ties = column[start + tie.clamp(min=0)]
+        position = position.clone()
+        position[tied] = torch.where(tie < 0, position[tied], ties)
+    return position.sort(1).values
 
 
 def _select_all_passes(scores: Tensor, k: int) -> Tensor:

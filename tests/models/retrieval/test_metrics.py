@@ -89,6 +89,13 @@ def test_requests_with_a_first_interaction_have_separate_metrics():
     )
     ndcg_of_third = 1 / math.log2(3)
 
+    # the second target, item 2, has no training behaviours
+    trained = torch.tensor([1, 1, 0])
+    new = means(measure_ranking(ranked, batch, trained=trained))
+    assert new["new/examples"] == 1
+    assert new["new/mrr@10"] == pytest.approx(1 / 3)
+    assert new["new/recall@1"] == 0
+
     sums = measure_ranking(ranked, batch, by_user=1)
     by_user = sums.pop("by_user/first/ndcg@10")
     del sums["by_user/ndcg@10"], sums["by_user/recall@10"]
