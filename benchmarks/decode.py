@@ -5,10 +5,9 @@
 Variants: TIGER by `transformers` generate without and with its cache; TIGER by this
 project's decoder, whose beams share keys and values; TIGER verifying AtSpeed's drafts
 (random weights accept hardly any, the slowest case); Mamba2; Gated DeltaNet; one
-decoder layer; EARN; NEZHA within the trie, and with the published hash set after the
-search; SID-MLP and SID-MLP++ with histories padded to the maximum, as published; and
-both by the fast path. LC-Rec, and NEZHA and SID-MLP on it, have a small language model
-and compare with each other.
+decoder layer; EARN; NEZHA; SID-MLP and SID-MLP++ with histories padded to the maximum,
+as published; and both by the fast path. LC-Rec, and NEZHA and SID-MLP on it, have a
+small language model and compare with each other.
 
 Weights are random, as most searches depend on the shape of the catalogue only. A batch
 has users with histories of similar length, as in evaluation, and the batches of the
@@ -48,7 +47,6 @@ MODELS = {
     **dict.fromkeys(("hf_nocache", "hf", "tiger_shared_kv"), "tiger"),
     **{name: name for name in ("atspeed_r", "atspeed_s", "mamba2", "gdn", "one_layer")},
     **{name: name for name in ("earn", "nezha", "lc_rec", "lc_rec_nezha")},
-    "nezha_hash": "nezha",
     "lc_rec_sid_mlp": "lc_rec_sid_mlp",
     **dict.fromkeys(("sid_mlp_plain", "sid_mlp_fast"), "sid_mlp"),
     **dict.fromkeys(("sid_mlp_pp_plain", "sid_mlp_pp_fast"), "sid_mlp_pp"),
@@ -140,8 +138,6 @@ def make_steps(
             lambda batch: library.encoder(*encoder_inputs(model, batch)),
             lambda batch: generate(model, library, batch, TOP_K, beam, use_cache),
         )
-    if variant == "nezha_hash":
-        options["constrained"] = False
     if not variant.endswith("plain"):
         return (
             lambda batch: model.backbone.infer(batch),

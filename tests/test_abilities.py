@@ -23,12 +23,12 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
         "T",
         "--beam",
         "5",
-        "--constrained",
+        "--unseen",
         "false",
     ]
     assert parse(EvaluateConfig, words).recommend_options() == {
         "beam": 5,
-        "constrained": False,
+        "unseen": False,
     }
     with pytest.raises(UserError, match="scores is 'all'; input should be 'children'"):
         parse(EvaluateConfig, [*words, "--scores", "all"])

@@ -36,15 +36,7 @@ class BeamOptions(RecommendOptions):
 
 
 @dataclass(config=STRICT)
-class DecoderOptions(BeamOptions):
-    """Options of `Retriever.recommend`."""
-
-    constrained: bool | None = None
-    """Whether decoding of semantic IDs stays within the catalogue's trie."""
-
-
-@dataclass(config=STRICT)
-class StudentOptions(DecoderOptions):
+class StudentOptions(BeamOptions):
     """Options of `Student.recommend`."""
 
     scores: Scores | None = None
@@ -53,24 +45,12 @@ class StudentOptions(DecoderOptions):
 
 
 @dataclass(config=STRICT)
-class AtSpeedOptions(BeamOptions):
-    """Options of `AtSpeed.recommend`; None is the value in the config."""
+class AtSpeedOptions(StudentOptions):
+    """Options of `AtSpeed.recommend`, which are the options of all models."""
 
     draft_beam: PositiveInt | None = None
     """Number of beams that AtSpeed drafts per step."""
     draft_steps: NonNegativeInt | None = None
     """Most steps that AtSpeed drafts per verification."""
-    scores: Scores | None = None
-    """Codes that a student's probabilities are normalised over: the valid children of
-    the prefix, or the whole codebook."""
     seed: int | None = None
     """Random seed of AtSpeed-R."""
-
-
-RECOMMEND_OPTIONS = (
-    RecommendOptions,
-    DecoderOptions,
-    StudentOptions,
-    AtSpeedOptions,
-)
-"""Options of `recommend` of all models; a model's class is its `options_class`."""

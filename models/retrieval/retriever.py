@@ -14,14 +14,10 @@ from torch.nn import functional
 
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.model import RetrievalModel
-from models.retrieval.options import DecoderOptions, Scores
+from models.retrieval.options import BeamOptions, Scores
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
-from models.retrieval.search.beam import (
-    Scorer,
-    beam_search,
-    unconstrained_beam_search,
-)
+from models.retrieval.search.beam import Scorer, beam_search
 from models.retrieval.search.trie import Trie
 from models.training.distributed import global_mean
 
@@ -40,7 +36,7 @@ class Retriever(RetrievalModel):
     example_unit = "request"
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
     can_teach = True
-    options_class: ClassVar[type | None] = DecoderOptions
+    options_class: ClassVar[type | None] = BeamOptions
     label_smoothing = 0.0
     """Share of each target's probability that training spreads evenly over all
     logits."""
@@ -121,7 +117,6 @@ class Retriever(RetrievalModel):
         k: int,
         allowed: Tensor | None = None,
         beam: int | None = None,
-        constrained: bool | None = None,
         scores: Scores | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Decode items by beam search.
@@ -133,27 +128,26 @@ class Retriever(RetrievalModel):
             k: Number of items.
             allowed: Mask (E,) of the trie's edges that lead to allowed items.
             beam: Number of beams; None for the config's.
-            constrained: Whether beams stay within the trie; otherwise code tuples
-                without an item are dropped at the end. None for the config's.
-            scores: Codes that log-probabilities are normalised over within the trie;
-                None for the config's.
+            scores: Codes that log-probabilities are normalised over; None for the
+                config's.
 
         Returns:
             Items and scores, (B, k) both, best first.
         """
         beam = beam or self.config.beam
-        constrained = self.config.constrained if constrained is None else constrained
         bytes_per_request = max(1, beam * self.decoder.beam_bytes)
         requests_per_piece = max(1, MAX_BEAM_BYTES // bytes_per_request)
         pieces = []
         for first in range(0, len(history.lengths), requests_per_piece):
             piece = history.rows(slice(first, first + requests_per_piece))
-            scorer = self.scorer(piece)
-            if constrained:
-                children = self.normalizes_children(scores)
-                found = beam_search(scorer, self.trie, k, beam, children, allowed)
-            else:
-                found = unconstrained_beam_search(scorer, self.trie, k, beam, allowed)
+            found = beam_search(
+                self.scorer(piece),
+                self.trie,
+                k,
+                beam,
+                self.normalizes_children(scores),
+                allowed,
+            )
             pieces.append(found)
         items, item_scores = zip(*pieces, strict=True)
         return torch.cat(items), torch.cat(item_scores)

@@ -85,12 +85,9 @@ selection() {  # the best student by requests that repeat no item of their histo
 recipe() {  # deviations of students and of search, one at a time, beside tiger-rqkmeans-42 and sid_mlp-rqkmeans-42
   student attention_dropout 42 rqkmeans rqkmeans --model.attention_dropout 0.1
   student last_epoch 42 rqkmeans rqkmeans --fit.eval_every_epochs 20
-  job evaluate --checkpoint "$out/runs/tiger-rqkmeans-42" --tables "$tables" --sids "$out/sids/rqkmeans" --constrained false
 }
 
 targets() {  # deviations of teachers, likewise
-  teacher end_token 42 rqkmeans --model.end_token true
-  student end_token 42 rqkmeans end_token
   tokenize train_items --tokenizer rqkmeans --encoder minilm --pca 128 --embeddings "$out/sids/rqkmeans/embeddings" \
     --rqkmeans.train_items true
   teacher train_items 42 train_items

@@ -20,14 +20,14 @@ import polars as pl
 
 from core.errors import UserError, pluralize
 from core.schemas import RunRecord
-from models.retrieval.options import RECOMMEND_OPTIONS
+from models.retrieval.options import AtSpeedOptions
 from pipelines import tracking
 from pipelines.tracking import PARENT_TAG, WEIGHTS_TAG
 
 MAX_RUNS = 50_000
 """Largest number of runs that MLflow returns at once."""
 
-OPTIONS = sorted({field.name for kind in RECOMMEND_OPTIONS for field in fields(kind)})
+OPTIONS = sorted(field.name for field in fields(AtSpeedOptions))
 """Options of evaluations, which are params of their runs."""
 
 TEXTS = (

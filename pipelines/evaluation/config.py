@@ -10,24 +10,18 @@ from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Folder
 from models.own_code import MetricName
-from models.retrieval.options import (
-    RECOMMEND_OPTIONS,
-    AtSpeedOptions,
-    StudentOptions,
-)
+from models.retrieval.options import AtSpeedOptions
 
 if TYPE_CHECKING:
     from core.schemas import Inputs
 
 
-RECOMMEND_NAMES = tuple(
-    dict.fromkeys(field.name for kind in RECOMMEND_OPTIONS for field in fields(kind))
-)
+RECOMMEND_NAMES = tuple(field.name for field in fields(AtSpeedOptions))
 """Names of the options of all models' `recommend`, which are options of this job."""
 
 
 @dataclass(config=STRICT, kw_only=True)
-class EvaluateConfig(StudentOptions, AtSpeedOptions):
+class EvaluateConfig(AtSpeedOptions):
     """Options of jobs.evaluate."""
 
     checkpoint: Folder

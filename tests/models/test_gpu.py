@@ -159,14 +159,10 @@ def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_m
     meta_model.eval()
     search = get_search_step(meta_model)
     no_items = torch.zeros(30, dtype=torch.bool, device="meta")
-    search_options: list[dict[str, Any]] = [{}]
-    if "constrained" in registry.find(name).recommend_options():
-        search_options.append({"constrained": False})
     with torch.no_grad():
-        for options in search_options:
-            search(meta_model, meta_batch, 3, **options)
-            allowed = meta_model.encode_allowed(no_items)
-            search(meta_model, replace(meta_batch, allowed=allowed), 3, **options)
+        search(meta_model, meta_batch, 3)
+        allowed = meta_model.encode_allowed(no_items)
+        search(meta_model, replace(meta_batch, allowed=allowed), 3)
 
 
 @pytest.mark.parametrize(

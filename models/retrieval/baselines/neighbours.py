@@ -96,7 +96,7 @@ class NeighbourModel(RetrievalModel):
         factors = self.history_factors(items) * (items < num_items)  # (B, T)
         similarity = self.similarity[index] * factors[..., None]  # (B, T, K)
         neighbours = self.neighbours[index].long()
-        neighbours.masked_fill_(similarity == 0, num_items)
+        neighbours.masked_fill_((neighbours < 0) | (similarity == 0), num_items)
         scores = add_scores(self.counts, neighbours.flatten(1), similarity.flatten(1))
         return best_allowed(scores, k, batch)
 

@@ -42,9 +42,6 @@ from models.training.distributed import global_mean
 class StudentConfig(CachedTeacherConfig):
     """Options of all students."""
 
-    constrained: ClassVar[bool] = True
-    """Whether decoding stays within the trie, unless `recommend` is told otherwise."""
-
     beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     scores: Scores = "children"

@@ -99,9 +99,6 @@ class LcRecConfig(NamedConfig):
     """Number of latest items read (public settings of LC-Rec)."""
     beam: PositiveInt = 20
     """Number of beams when recommending (Sec. 4.1 of LC-Rec)."""
-    constrained: bool = True
-    """Whether decoding stays within the trie; otherwise code tuples without an item are
-    dropped at the end."""
     lm_model: dict[str, Any] = field(default_factory=dict)
     """Config of the language model, filled in before training."""
     prompt: dict[str, list[int]] = field(default_factory=dict)

@@ -152,21 +152,9 @@ class Trie(nn.Module):
         edge = torch.searchsorted(edge_keys, key).clamp(max=len(edge_keys) - 1)
         return torch.where(edge_keys[edge] == key, edge, -1)
 
-    def lookup(self, codes: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return the item_index of code tuples.
-
-        Args:
-            codes: (..., C) codes.
-            allowed: Mask (E,) from `mark_edges` of the items to return; None for all.
-
-        Returns:
-            (...) item_index, -1 if no (allowed) item has the codes.
-        """
+    def lookup(self, codes: Tensor) -> Tensor:
+        """Return the item_index (...) of codes (..., C), -1 if no item has them."""
         node = torch.zeros_like(codes[..., 0])
         for level in range(self.levels):
             node = self.descend(level, node, codes[..., level])
-        leaf = node.clamp(min=0)
-        exists = node >= 0
-        if allowed is not None:
-            exists &= allowed.split(self.edges)[-1][leaf]
-        return torch.where(exists, self.leaves[leaf], -1)
+        return torch.where(node >= 0, self.leaves[node], -1)

@@ -46,7 +46,6 @@ class SidMlp(Student):
         k: int,
         allowed: Tensor | None = None,
         beam: int | None = None,
-        constrained: bool | None = None,
         scores: Scores | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Search as `Retriever.search` does, on a CPU by one compiled call.
@@ -62,12 +61,8 @@ class SidMlp(Student):
             and config.logits == "codebook"
             and config.context_ffn
         )
-        if (
-            constrained is False
-            or not is_main_model
-            or not kernels.ready(history.states)
-        ):
-            return super().search(history, k, allowed, beam, constrained, scores)
+        if not is_main_model or not kernels.ready(history.states):
+            return super().search(history, k, allowed, beam, scores)
         heads = cache_until_changed(
             self, "folded_heads", lambda: FoldedHeads(self.decoder)
         )

@@ -32,9 +32,6 @@ class JointConfig(TeacherConfig):
 
     beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
-    constrained: bool = True
-    """Whether decoding stays within the trie; otherwise code tuples without an item are
-    dropped at the end."""
 
 
 class Joint(TaughtModel, Retriever):

@@ -16,8 +16,8 @@ base) are in `jobs/configs/retrieval/ablations/nezha/published_rates.yaml`. They
 help, and the figures for SID-MLP's Table 3 are without them.
 
 Published decoding has no trie: beams take the likeliest codes of the whole codebook,
-and a hash set of the catalogue drops tuples without an item at the end (`constrained`
-false). Fewer items may be left then.
+and a hash set of the catalogue drops tuples without an item at the end. Here beams stay
+within the trie.
 
 Shapes: `B` requests, `W` beams, `D` width, `L` levels (the paper's digits), `C_l` codes
 of level l.

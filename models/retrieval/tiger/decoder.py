@@ -72,18 +72,15 @@ class T5Decoder(Decoder):
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """Return the states (B, L - first_level, D) before each code, in one pass."""
-        states = self.states(history, self.tokens.shift_right(codes))
-        return states[:, self.first_level :]
-
-    def states(self, history: History, inputs: Tensor) -> Tensor:
-        """Return the states (B, T, D) of the input tokens (B, T)."""
+        inputs = self.tokens.shift_right(codes)
         bias = None
         if self.stack.blocks[0].has_attention:
             bias = self.stack.position_bias(inputs.shape[1])
         dropout_p = self.stack.sizes.dropout if self.training else 0.0
-        return self.stack(
+        states = self.stack(
             self.embedding(inputs), bias, dropout_p, history.states, history.padding
         )
+        return states[:, self.first_level :]
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
         """Return each level's logits (B, O_l), scaled as in T5 with tied weights."""

@@ -10,15 +10,13 @@ Shapes: `B` requests, `S` tokens of a history, `L` levels (codes of an item), `N
 
 from __future__ import annotations
 
-import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch.nn import functional
 
 from core.options import STRICT, Dropout, NamedConfig
 from models.layers.t5 import T5Sizes
-from models.retrieval.data import Catalogue, RequestBatch
+from models.retrieval.data import Catalogue
 from models.retrieval.parts import SidTokens
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger.decoder import T5Decoder
@@ -53,12 +51,6 @@ class TigerConfig(NamedConfig):
     """Number of latest items read."""
     beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
-    constrained: bool = True
-    """Whether decoding stays within the trie; otherwise code tuples without an item are
-    dropped at the end."""
-    end_token: bool = False
-    """Whether training also predicts the end token after the codes, as in T5's labels;
-    search stops before it."""
 
     def sizes(self, vocabulary: int) -> T5Sizes:
         """Return the sizes of T5 for a number of tokens."""
@@ -90,17 +82,6 @@ class Tiger(Retriever):
         backbone = T5Backbone(tokens, sizes, config.max_history)
         super().__init__(config, catalogue, backbone, T5Decoder(backbone))
         self.label_smoothing = config.label_smoothing
-
-    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the loss over L codes, or L + 1 tokens with `end_token`."""
-        if not self.config.end_token:
-            return super().forward(batch)
-        codes = self.tokens.codes(batch.target)
-        # (B, L + 1): the start token, then all codes
-        inputs = functional.pad(codes + self.tokens.offset, (1, 0))
-        logits = self.decoder.logits(self.decoder.states(self.encode(batch), inputs))
-        end = torch.full_like(batch.target, self.tokens.end)
-        return self.loss(logits, [*self.decoder.targets(codes), end])
 
     def item_vectors(self) -> Tensor:
         """Return the concatenated code embeddings (N, L * D) of each item."""

@@ -234,24 +234,6 @@ def test_compiled_kernels_and_the_fast_path_change_no_ranking(
         assert plain_items.tolist() == items.tolist()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "constrained" in option_names(case)]
-)
-def test_an_unconstrained_beam_over_all_tuples_ranks_the_same_items(case: str) -> None:
-    """With 180 beams, every tuple of codes survives until the trie drops the others."""
-    model, batch = build_case(case), make_requests(3)
-    codebook_scores = score_options(case)[0]
-    items, scores = model.recommend(batch, ITEMS + 2, beam=1000, **codebook_scores)
-
-    free_items, free_scores = model.recommend(
-        batch, ITEMS + 2, beam=180, constrained=False
-    )
-
-    assert free_items.tolist() == items.tolist()
-    torch.testing.assert_close(free_scores, scores, rtol=1e-4, atol=1e-5)
-
-
 def mark_items(model: Any, items: list[int]) -> Tensor:
     """Return the set of allowed items as `recommend` takes it."""
     mask = torch.zeros(ITEMS, dtype=torch.bool)

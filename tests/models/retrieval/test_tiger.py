@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn import functional
 
 from benchmarks.generate import generate, to_transformers
 from models.dataset.batch import PAD
@@ -75,14 +74,10 @@ def test_the_input_is_user_codes_and_end(tiger):
     assert lengths.tolist() == [6, 10]
 
 
-@pytest.mark.parametrize("end_token", [False, True])
-def test_loss_and_gradients_equal_those_of_transformers(tiger, end_token):
-    tiger.config = replace(tiger.config, end_token=end_token)
+def test_loss_and_gradients_equal_those_of_transformers(tiger):
     parameters = list(tiger.parameters())
     batch = make_requests(16)
     labels = tiger.tokens.items[batch.target]
-    if end_token:
-        labels = functional.pad(labels, (0, 1), value=tiger.tokens.end)
     tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
     is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
     library = to_transformers(tiger)

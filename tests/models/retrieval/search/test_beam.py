@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.search.beam import beam_search, unconstrained_beam_search
+from models.retrieval.search.beam import beam_search
 from tests.fixtures.search_problems import (
     Codes,
     TableScorer,
@@ -85,7 +85,3 @@ def test_a_restricted_search_is_the_search_of_a_trie_of_the_allowed_items(
 
     ranked = beam_search(scorer, trie, k, beam, allowed=edges)
     check_rankings(ranked, scorer, codes, k, beam, allowed)
-
-    num_tuples = math.prod(table.shape[2] for table in scorer.tables)
-    ranked = unconstrained_beam_search(scorer, trie, k, num_tuples, edges)
-    check_rankings(ranked, scorer, codes, k, num_tuples, allowed)
