@@ -72,6 +72,7 @@ from pipelines.training.ray_train import (
 )
 from pipelines.training.record import check_equal, read_record, write_record
 from pipelines.training.run import (
+    ResolvedTraining,
     TrialContext,
     check_continues,
     copy_weights,
@@ -193,7 +194,7 @@ def run_sweep(
     record = read_record(sweep.folder, sweep.run.uri)
     if record:
         check_equal(record.config, identity)
-    kind = check_trials(sweep)
+    kind = resolve_trials(sweep)
     pending = [name for name in sweep.trials if not is_done(name, sweep)]
     with lock_run(config.storage, config.name, LOCK_TIMEOUT_S):
         if pending:
@@ -249,19 +250,19 @@ def run_sweep(
             return record.run, finish_sweep(sweep, record, errors)
 
 
-def check_trials(sweep: Sweep) -> str:
-    """Check the trials of a sweep without writing anything, and return their kind.
+def resolve_trials(sweep: Sweep) -> str:
+    """Resolve the trials of a sweep without writing files, and return their kind.
 
     The catalogue of a model is loaded once for all trials.
     """
     load = cache(load_catalogue)
-    for trial in sweep.trials.values():
+    for trial_name, trial in sweep.trials.items():
         if isinstance(trial.config, TrainConfig):
-            config, hashes = resolve_training(trial.config, load)
-            name = config.model.name
-            record = read_record(config.folder)
-            if record:
-                check_continues(config, hashes, record)
+            resolved = resolve_training(trial.config, load)
+            sweep.trials[trial_name] = trial._replace(resolved=resolved)
+            name = trial.config.model.name
+            if record := read_record(trial.config.folder):
+                check_continues(resolved.config, resolved.hashes, record)
         else:
             evaluated = check_evaluation(trial.config)
             name = evaluated.checkpoint.name
@@ -449,17 +450,17 @@ def run_trial(config: dict[str, Any], sweep: Sweep) -> None:
         "mlflow.source.name": "jobs.sweep",
     }
     try:
-        if isinstance(trial.config, TrainConfig):
-            train(trial.config, sweep, tags)
-        else:
+        if isinstance(trial.config, EvaluateConfig):
             measure(name, trial.config, sweep, tags)
+        elif trial.resolved:
+            train(trial.resolved, sweep, tags)
     except Exception as error:
         # before Tune decides whether to start the trial again
         tune.report({ERROR: one_line(error), IS_LOST: is_lost(error)})
         raise
 
 
-def train(config: TrainConfig, sweep: Sweep, tags: dict[str, str]) -> None:
+def train(training: ResolvedTraining, sweep: Sweep, tags: dict[str, str]) -> None:
     """Train a model, and evaluate it on the test split if the sweep requests that.
 
     If the trial has several workers, a Ray task evaluates, as the trial's own process
@@ -473,9 +474,10 @@ def train(config: TrainConfig, sweep: Sweep, tags: dict[str, str]) -> None:
         callbacks=[TuneReportCallback()] if has_workers else (),
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
-    config = replace(config, experiment=sweep.run.experiment)
+    config = replace(training.config, experiment=sweep.run.experiment)
+    training = training._replace(config=config)
     # lines of concurrent trials would mix
-    trained = run_training(config, say=lambda line: None, trial=context)
+    trained = run_training(training, say=lambda line: None, trial=context)
     if is_done(config.name, sweep):
         return
     evaluation = EvaluateConfig(

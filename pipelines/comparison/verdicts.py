@@ -38,7 +38,7 @@ from pipelines.comparison.compare import (
 )
 from pipelines.evaluation.baselines import Baseline
 from pipelines.evaluation.result import Result, artifact_name
-from pipelines.tracking.names import WEIGHTS_TAG
+from pipelines.tracking import WEIGHTS_TAG
 
 DRAWS, CHUNK = 2000, 100
 """Number of draws of the bootstrap, and of draws that are computed at once."""

@@ -20,15 +20,13 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 if TYPE_CHECKING:
-    from pipelines.tracking.logger import *  # noqa: F403
-    from pipelines.tracking.names import *  # noqa: F403
     from pipelines.tracking.runs import *  # noqa: F403
     from pipelines.tracking.store import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
     """Return a name of a module, imported when used: MLflow's import takes seconds."""
-    for module in ("names", "store", "runs", "logger"):  # the last two import MLflow
+    for module in ("store", "runs"):  # the latter imports MLflow
         found = vars(import_module(f"{__name__}.{module}"))
         if name in found:
             return found[name]

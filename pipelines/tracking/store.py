@@ -1,4 +1,4 @@
-"""Resolve the tracking URI of MLflow, and connect to its store.
+"""Resolve the tracking URI of MLflow, connect to its store, and name tags and metrics.
 
     client = connect(resolve_uri(option, storage))
 
@@ -8,22 +8,73 @@ opened, which takes seconds.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from core.errors import UserError, one_line
+from core.errors import UserError, did_you_mean, one_line
 from core.files import hold_lock
 from core.options import refuse_secrets
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+PARENT_TAG = "mlflow.parentRunId"
+"""MLflow's tag with the id of a child run's parent."""
+
+COMMIT_TAG = "mlflow.source.git.commit"
+"""MLflow's tag with the git commit."""
+
+CODE_TAG = "trieline.code"
+"""Tag with the versions of the code that made the run, oldest first
+(`code_version`)."""
+
+SUBMISSION_TAG = "ray.submission_id"
+"""Tag with the ids of the Ray jobs that made the run, oldest first."""
+
+WEIGHTS_TAG = "checkpoint.weights"
+"""Tag with the SHA-256 of the evaluated weights, which identifies a student's
+teacher."""
+
+SIMULATED_TAG = "simulated"
+"""Tag of runs on a simulated log, which are not compared with figures of papers."""
+
+KIND_TAG = "trieline.kind"
+"""Tag with the kind of a run: `sweep`, `trial`, `evaluation` or `compare`. Trainings do
+not have the tag."""
+
+EVALUATION = "evaluation"
+"""Value of `KIND_TAG` for an evaluation, a child run of its training."""
+
+RANKS_BY_TAG = "model.ranks_by"
+"""Tag with the column by which a baseline ranks, and the direction."""
+
+POINT_TAG = "sweep.point"
+"""Tag of a trial with its values of the sweep's axes, as JSON."""
+
+BEST_TAG = "sweep.best"
+"""Tag of a sweep with the run id of its best trial."""
+
+COMPLETE_TAG = "sweep.complete"
+"""Tag of a sweep: `true` if each of its trials has a result, else how many have
+none."""
+
+SMOKE_TAG = "sweep.smoke"
+"""Tag of a sweep that is a smoke test."""
+
+FOLDER_TAG = "trieline.folder"
+"""Tag with the folder of a training or a sweep; the lock file is beside the folder."""
+
+FORMAT_TAG = "trieline.format"
+"""Tag of a training with the version of its `run.json`."""
 
 SQLITE = "sqlite:///"
 """Beginning of the URI of a SQLite store; the path of its file follows."""
@@ -196,3 +247,36 @@ def few_retries() -> Iterator[None]:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
+
+
+def to_mlflow_name(name: str) -> str:
+    """Return the name of a metric in MLflow: `val/ndcg@10` becomes `val/ndcg_at_10`."""
+    return re.sub("@([0-9]+)$", r"_at_\1", name)
+
+
+def from_mlflow_name(name: str) -> str:
+    """Return the name of a metric by its name in MLflow."""
+    return re.sub("_at_([0-9]+)$", r"@\1", name)
+
+
+def settings_key(point: dict[str, Any]) -> str:
+    """Return a text that is equal for trials that differ only in their seed.
+
+    Args:
+        point: Values of the sweep's axes.
+    """
+    settings = {key: value for key, value in point.items() if key != "fit.seed"}
+    return json.dumps(settings, sort_keys=True)
+
+
+def describe_unknown(kind: str, name: str, uri: str, available: Iterable[str]) -> str:
+    """Return the error message for a name that is not in the store.
+
+    Args:
+        kind: `experiment`, `sweep` or `run`.
+        name: Unknown name.
+        uri: Tracking URI of the store.
+        available: Names in the store.
+    """
+    names = sorted(set(available) - {"Default"})
+    return f"there is no {kind} '{name}' at {uri}; {did_you_mean(name, names)}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pyarrow import fs
@@ -73,6 +73,18 @@ class TrainingResult:
     """Whether an earlier call finished the run, so that this one did nothing."""
 
 
+class ResolvedTraining(NamedTuple):
+    """A training that fits its tables and checkpoints."""
+
+    config: TrainConfig
+    """Options with absolute paths, and the values that the model takes from
+    checkpoints."""
+    given: Any
+    """Config of the model as the user gave it."""
+    hashes: dict[str, str]
+    """Hashes of the tables."""
+
+
 @dataclass(frozen=True)
 class TrialContext:
     """Settings that a sweep adds to the training of a trial.
@@ -95,7 +107,7 @@ class TrialContext:
 
 
 def run_training(
-    config: TrainConfig,
+    config: TrainConfig | ResolvedTraining,
     *,
     say: Callable[[str], None] = print,
     trial: TrialContext = TrialContext(),
@@ -105,13 +117,14 @@ def run_training(
     A single worker trains in this process unless the job was submitted to a cluster.
 
     Args:
-        config: Configuration as the user gave it.
+        config: Configuration as the user gave it, or resolved.
         say: Called with lines of progress.
         trial: Settings that a sweep adds.
     """
     began = time.monotonic()
-    given = config.model
-    config, hashes = resolve_training(config)
+    if isinstance(config, TrainConfig):
+        config = resolve_training(config)
+    config, given, hashes = config
     folder = config.folder
     with lock_run(config.storage, config.name, trial.lock_timeout_s):
         record = None
@@ -429,7 +442,7 @@ def copy_weights(source: str, target: str) -> Checkpoint:
 def resolve_training(
     config: TrainConfig,
     load: Callable[[str, Inputs], Any] = load_catalogue,
-) -> tuple[TrainConfig, dict[str, str]]:
+) -> ResolvedTraining:
     """Check a training against its tables and checkpoints, without writing anything.
 
     Args:
@@ -479,7 +492,7 @@ def resolve_training(
         init=init,
         tracking_uri=tracking_uri,
     )
-    return resolved_config, catalogue.hashes
+    return ResolvedTraining(resolved_config, config.model, catalogue.hashes)
 
 
 def locate_encoders(model: Any) -> Any:

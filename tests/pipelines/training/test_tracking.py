@@ -14,13 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from core.errors import UserError
 from pipelines import tracking
 from pipelines.tracking import from_mlflow_name, to_mlflow_name
-from pipelines.tracking import logger as logger_module
+from pipelines.tracking import runs as runs_module
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,23 +29,17 @@ def uri(tmp_path: Path, new_store: Callable[[Path], str]) -> str:
     return new_store(tmp_path)
 
 
-NAMES = st.one_of(
-    st.from_regex(r"[a-z_]{0,5}(_at_){0,2}_{0,3}@?[0-9]{1,3}", fullmatch=True),
-    st.text("a_t/019-", min_size=1, max_size=12),
-)
-
-
-@given(NAMES)
-def test_metric_names_survive_the_way_to_mlflow_and_back(name: str) -> None:
-    logged = to_mlflow_name(name)
-    assert "@" not in logged
-    assert from_mlflow_name(logged) == name
+def test_metric_names_survive_the_way_to_mlflow_and_back() -> None:
+    for name in ("val/ndcg@10", "test/first/recall@5", "looked_at_it/gauc", "loss"):
+        logged = to_mlflow_name(name)
+        assert "@" not in logged
+        assert from_mlflow_name(logged) == name
 
 
 WRITERS = """
 import os, sys
 from pipelines import tracking
-from pipelines.tracking import logger as logger_module
+from pipelines.tracking import runs as runs_module
 uri, storage = sys.argv[1:]
 
 def write(name):
@@ -156,7 +148,7 @@ def test_points_wait_while_mlflow_is_away_and_arrive_once(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SEND_EVERY_S", "PAUSE_S"):  # send at once
-        monkeypatch.setattr(logger_module, name, 0.0)
+        monkeypatch.setattr(runs_module, name, 0.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
