@@ -77,9 +77,8 @@ class Model(nn.Module):
     """Whether the model reads values that are known only after results were shown. It
     is never the best model of a comparison."""
     metrics_module: ClassVar[ModuleType]
-    """Module of the kind's metrics, with functions `means`, `names` and `summary`."""
-    shown_metrics: ClassVar[tuple[str, ...]]
-    """Metrics of the best epoch that are printed after a training."""
+    """Module of the kind's metrics, with functions `means`, `names`, `shown` and
+    `summary`."""
 
     ranks: ClassVar[Ranked]
     """Items that the model ranks: a whole catalogue, or the candidates of a request."""
@@ -205,6 +204,11 @@ class Model(nn.Module):
     def metric_names(cls, catalogue: Any) -> list[str]:
         """Return the names of a model's metrics for a catalogue."""
         return list(cls.metrics_module.names(catalogue))
+
+    @classmethod
+    def shown_metrics(cls) -> tuple[str, ...]:
+        """Return the metrics of the best epoch that are printed after a training."""
+        return cls.metrics_module.shown()  # type: ignore[no-any-return]
 
     @classmethod
     def format_metrics(cls, metrics: dict[str, float]) -> list[str]:

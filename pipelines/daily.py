@@ -288,7 +288,7 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
 
     running = day.running or "no running model"
     print(f"\n{day.name}, compared with {running} on the same day")
-    for name in dict.fromkeys([*max_drop, *registry.find(best.name).shown_metrics]):
+    for name in dict.fromkeys([*max_drop, *registry.find(best.name).shown_metrics()]):
         if name in after:
             old_value = f"{before[name]:.4f} to " if name in before else ""
             print(f"  {name:<12}  {old_value}{after[name]:.4f}")

@@ -39,11 +39,13 @@ from models.metrics.ranking_metrics import (
     ranking_sums,
 )
 
-SHOWN: tuple[str, ...] = ("eval_loss", "mean/normalised_entropy", "mean/auc")
-"""Metrics of a training's best epoch that are printed."""
-
 AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 """Metrics whose mean over tasks is reported."""
+
+
+def shown() -> tuple[str, ...]:
+    """Return the metrics that training prints for its best epoch."""
+    return ("eval_loss", "mean/normalised_entropy", "mean/auc")
 
 
 def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]:

@@ -29,7 +29,6 @@ class ActionsModel(Model):
     eval_unit = "user"
     ranks: ClassVar[Ranked] = "candidates"
     metrics_module: ClassVar[ModuleType] = metrics
-    shown_metrics = metrics.SHOWN
 
     needs_ids: bool = False
     """Whether all items have an id in training, so that new items of requests are

@@ -29,13 +29,6 @@ from models.retrieval.data import RequestBatch
 EXAMPLES = "examples"
 """Name of the number of examples."""
 
-SHOWN = tuple(
-    f"{metric.name}@{TOP}"
-    for metric in find_metrics(RequestMetric)
-    if metric.is_shown_in_training
-)
-"""Metrics that training prints for its best epoch."""
-
 FIRST_PREFIX = "first/"
 """Prefix of metrics over first-time requests, such as `first/ndcg@10`: requests whose
 target is not among all of the user's earlier behaviours, whatever part of them a model
@@ -43,6 +36,12 @@ reads."""
 
 NEW_PREFIX = "new/"
 """Prefix of metrics over the requests whose target has no training behaviours."""
+
+
+def shown() -> tuple[str, ...]:
+    """Return the metrics that training prints for its best epoch."""
+    kinds = [kind for kind in find_metrics(RequestMetric) if kind.is_shown_in_training]
+    return tuple(f"{metric.name}@{TOP}" for metric in kinds)
 
 
 def rank_target(items: Tensor, target: Tensor) -> Ranking:

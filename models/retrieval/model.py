@@ -37,7 +37,6 @@ class RetrievalModel(Model):
     options_class: ClassVar[type | None] = RecommendOptions
     ranks: ClassVar[Ranked] = "catalogue"
     metrics_module: ClassVar[ModuleType] = metrics
-    shown_metrics = metrics.SHOWN
 
     def recommend(
         self, batch: HistoryBatch, k: int, **options: Any

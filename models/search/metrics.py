@@ -31,11 +31,13 @@ from models.metrics.ranking_metrics import (
 )
 from models.search.requests import SearchBatch
 
-SHOWN: tuple[str, ...] = ("gauc", "auc")
-"""Metrics of a training's best epoch that are printed."""
-
 WITHIN_POSITIONS = "gauc_within_positions"
 """Metric, and key of the sums from which it is computed."""
+
+
+def shown() -> tuple[str, ...]:
+    """Return the metrics that training prints for its best epoch."""
+    return ("gauc", "auc")
 
 
 def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:

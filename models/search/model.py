@@ -32,7 +32,6 @@ class SearchModel(Model):
     extra_inputs: ClassVar[Mapping[str, bool]] = {"text": False}
     ranks: ClassVar[Ranked] = "candidates"
     metrics_module: ClassVar[ModuleType] = metrics
-    shown_metrics = metrics.SHOWN
     reads_first_label: ClassVar[bool] = False
     """Whether the model uses only the first label of the log."""
 

@@ -57,7 +57,7 @@ def find_checkpoint(uri: str) -> str:
     if record is None:
         return uri
     if record.status != "finished":
-        raise UserError(f"the run {uri} is {record.status}, not finished", "resume")
+        raise UserError(f"the run {uri} is not finished", "resume")
     return join(uri, BEST)
 
 

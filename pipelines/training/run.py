@@ -226,7 +226,7 @@ def load_result(
             say("note: the best epoch is the last (fit.max_epochs)")
     metrics = [
         f"{name} {format_metric(best.metrics.get(name))}"
-        for name in model_class.shown_metrics
+        for name in model_class.shown_metrics()
     ]
     say(
         f"  best epoch  {best.epoch}: {'  '.join(metrics)} on val\n"

@@ -207,7 +207,6 @@ class AtSpeed(Student):
     can_teach = False
     verifies = True
     options_class = AtSpeedOptions
-    shown_metrics = (*metrics.SHOWN, "acceptance")
     config: AtSpeedConfig
     decoder: T5Decoder
     """Decoder of the draft."""
@@ -372,6 +371,11 @@ class AtSpeed(Student):
     def metric_names(cls, catalogue: Catalogue) -> list[str]:
         """Return the names of the metrics of `metric_means`."""
         return [*super().metric_names(catalogue), "target_passes", "acceptance"]
+
+    @classmethod
+    def shown_metrics(cls) -> tuple[str, ...]:
+        """Return the metrics of the best epoch that are printed after a training."""
+        return (*super().shown_metrics(), "acceptance")
 
     @classmethod
     def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:

@@ -59,7 +59,6 @@ class SidMlpPpEncoder(TaughtModel):
     config_class = SidMlpPpEncoderConfig
     options_class = None
     ranks = "nothing"
-    shown_metrics = ("mse", "neg_mse", "r2")
     config: SidMlpPpEncoderConfig
 
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue) -> None:
@@ -142,7 +141,7 @@ class SidMlpPpEncoder(TaughtModel):
     @classmethod
     def metric_names(cls, catalogue: Catalogue) -> list[str]:
         """Return the names of the metrics of `metric_means`."""
-        return list(cls.shown_metrics)
+        return list(cls.shown_metrics())
 
     @classmethod
     def metric_means(cls, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -154,6 +153,11 @@ class SidMlpPpEncoder(TaughtModel):
         mse = float(error / (tokens * len(sums["state"])))
         variance = sums["squared_state"] - sums["state"].square().sum() / tokens
         return {"mse": mse, "neg_mse": -mse, "r2": float(1 - error / variance)}
+
+    @classmethod
+    def shown_metrics(cls) -> tuple[str, ...]:
+        """Return the metrics of the best epoch that are printed after a training."""
+        return ("mse", "neg_mse", "r2")
 
     @classmethod
     def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
