@@ -6,7 +6,7 @@
 
 Runs that differ only in their seed are averaged into one row. The tables are Markdown;
 --html FILE writes one self-contained page with plots: differences to the best model
-without training, learning curves, the effect of a sweep's axes.
+without training, and learning curves.
 """
 
 from __future__ import annotations

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyarrow import fs
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.files import open_uri, write_file
+from core.files import file_info, write_file
 from core.options import STRICT, Folder, build
 from jobs import cli
 
@@ -99,8 +98,7 @@ def run_suggestion(config: Suggestion) -> None:
     if config.output is None:
         print(text, end="")
         return
-    filesystem, path = open_uri(config.output)
-    if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+    if file_info(config.output).is_file:
         raise UserError(f"{config.output} exists")
     write_file(config.output, text.encode())
     prepare = cli.command_line(

@@ -76,12 +76,8 @@ class Comparison:
     """A line per group (`summarise`), with teachers of a sweep's trials at the end."""
     runs: pl.DataFrame
     """A line per training and options of its evaluations, with its group in `row`."""
-    params: list[str]
-    """Columns in which the runs of a row are equal, except teachers."""
     notes: list[str]
     """Notes on runs that were left out."""
-    sweep: dict[str, Any] | None
-    """Run of the sweep whose trials are compared; None without one."""
 
     @property
     def shown(self) -> pl.DataFrame:
@@ -124,9 +120,6 @@ def compare(
         selected = pl.DataFrame({"id": ids})
         trainings = selected.join(trainings, on="id", maintain_order="left")
         title = ", ".join(trainings["name"])
-        if len(ids) > 3:
-            parents = ", ".join(trainings["experiment"].unique(maintain_order=True))
-            title = f"{parents}: {len(ids)} runs"
     else:
         trainings, notes = select_trainings(all_runs)
     if trainings.is_empty():
@@ -137,7 +130,7 @@ def compare(
         for table, is_teacher in ((trainings, False), (teachers, True))
     ]
     grouped = join_evaluations(pl.concat(both), read_evaluations(all_runs))
-    grouped, params = number_rows(grouped)
+    grouped = number_rows(grouped)
     names = measured_metrics(grouped.filter(~pl.col("is_teacher")))
     if not names and "FINISHED" not in trainings["status"]:
         raise UserError(f"no run of {title} at {uri} is finished")
@@ -162,7 +155,7 @@ def compare(
         nulls_last=True,
         maintain_order=True,
     )
-    return Comparison(uri, title, metric, rows, grouped, params, notes, sweep_run)
+    return Comparison(uri, title, metric, rows, grouped, notes)
 
 
 def join_evaluations(
@@ -198,8 +191,8 @@ def join_evaluations(
     ).drop(cs.ends_with(" now"))
 
 
-def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
-    """Add the number of the row and other columns to runs, and return the row's params.
+def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
+    """Add the number of the row and other columns to runs.
 
     Students share a row if their teachers do, whose hashes differ by their seeds.
     `log` is equal for comparable rows: experiment, hashes of tables, and ranking.
@@ -252,7 +245,7 @@ def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     runs = runs.join(teachers, on=TEACHER, how="left", maintain_order="left")
     lineage = pl.coalesce("teacher", TEACHER, "model.encoder_hash")
     row = pl.col("row").first().over("options", "key", lineage)
-    return runs.with_columns(row=row), params
+    return runs.with_columns(row=row)
 
 
 def summarise(runs: pl.DataFrame, key: str) -> pl.DataFrame:

@@ -7,7 +7,6 @@ The page loads nothing from the network. A model has one colour in all plots.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -27,7 +26,6 @@ from pipelines.comparison.compare import (
     Comparison,
     compare,
     find_best_run,
-    measured_metrics,
 )
 from pipelines.comparison.config import CompareConfig
 from pipelines.comparison.tables import (
@@ -87,7 +85,7 @@ def build_page(
     for comparison, measured in zip(comparisons, differences, strict=True):
         answer = escape(describe_best(comparison, measured))
         first += f"<p class=answer>{answer}</p>\n{draw_differences(measured, colours)}"
-        last += draw_curves(comparison, colours) + draw_settings(comparison, colours)
+        last += draw_curves(comparison, colours)
     return f"""<!doctype html>
 <html lang=en>
 <meta charset=utf-8>
@@ -252,53 +250,6 @@ def draw_curves(comparison: Comparison, colours: Mapping[str, str]) -> str:
         log_x=True,
         labels={"step": "optimizer step", "value": ""},
     )
-
-
-def draw_settings(comparison: Comparison, colours: Mapping[str, str]) -> str:
-    """Draw the effect of each axis of a sweep, over all seeds."""
-    rows = comparison.shown.filter(options="")
-    axes = json.loads((comparison.sweep or {}).get("sweep.axes") or "[]")
-    metrics = [f"val/{comparison.metric}", f"test/{comparison.metric}"]
-    metrics += ["test/requests_per_s", "test/peak_memory_mb"]
-    metrics = [name for name in metrics if name in measured_metrics(rows)]
-    plots = ""
-    for axis in axes if metrics else []:
-        if axis == "fit.seed":
-            continue
-        # the last part of a path
-        value = pl.col(axis).fill_null("none").str.split("/").list.last()
-        others = [name for name in comparison.params if name != axis]
-        points = pl.concat(
-            rows.select(
-                "model",
-                "name",
-                metric=pl.lit(name),
-                axis=value,
-                line=pl.struct(others).hash().rank("dense"),
-                mean=name,
-                deviation=f"{name} ±",
-            )
-            for name in metrics
-        )
-        number = pl.col("axis").cast(pl.Float64, strict=False)
-        plots += draw(
-            f"What {axis} does",
-            f"A line joins trials that differ in {axis} alone; bars are the deviation "
-            "over seeds.",
-            express.line,
-            points.drop_nulls("mean").sort(number, "axis"),
-            colours,
-            {"metric": metrics},
-            x="axis",
-            y="mean",
-            error_y="deviation",
-            line_group="line",
-            hover_name="name",
-            facet_col="metric",
-            markers=True,
-            labels={"axis": axis, "mean": ""},
-        )
-    return plots
 
 
 def compare_runs(config: CompareConfig) -> list[Comparison]:

@@ -48,7 +48,6 @@ TEXTS = (
     "split",
     "table.items",
     "table.sequences",
-    "sweep.axes",
     "sweep.metric",
     PARENT_TAG,
     WEIGHTS_TAG,

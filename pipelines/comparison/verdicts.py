@@ -19,6 +19,7 @@ import json
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ TIES = 0.5
 
 SHOWN_ORDER_NOTE = "The shown order is the present ranking's; clicks on it favour it."
 
-DESCRIBED = ["row", "position", "model", "label", "ranking"]
+DESCRIBED = ["row", "model", "label", "ranking"]
 """Columns of a row in the frame of differences."""
 
 
@@ -130,67 +131,65 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
         `ranking`, the `base`, the `metric`, the number of `users`, `base_mean`, `mean`,
         `low` and `high`. The frame is empty without metrics per user.
     """
-    rows, row = comparison.rows.with_row_index("position"), pl.col("row")
-    runs = rows.select("row", "position").join(
-        comparison.runs, on="row", maintain_order="left"
-    )
-    runs = runs.drop_nulls(f"test/{comparison.metric}").unique(
+    metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
+    newest = comparison.runs.drop_nulls(f"test/{comparison.metric}").unique(
         ["row", "repeat"], keep="last", maintain_order=True
     )
-    tested = rows.filter(row.is_in(runs["row"].to_list()) & ~pl.col("is_teacher"))
-    of_row = runs.select("row", "evaluation")
-    pairs = []
-    for kind, is_base in (("baseline", "is_baseline"), ("shown", "is_diagnostic")):
-        bases = tested.select(
-            "row",
-            is_compared=~pl.col("is_baseline") & ~pl.col("is_diagnostic"),
-            kind=pl.lit(kind),
-            base=row.filter(pl.col(is_base)).first().over("log"),
-        )
-        bases = bases.filter("is_compared").drop_nulls("base")
-        of_base = of_row.select(base="row", other="evaluation")
-        pair = bases.join(of_row, on="row", maintain_order="left_right")
-        pairs.append(pair.join(of_base, on="base", maintain_order="left_right"))
-    # each student is compared with its own teacher
-    of_hash = runs.select("options", base="row", other="evaluation", hash=WEIGHTS_TAG)
-    students = runs.filter(~pl.col("is_teacher")).rename({TEACHER: "hash"})
-    students = students.select("row", "evaluation", "options", "hash")
-    students = students.with_columns(kind=pl.lit("teacher"))
-    pairs.append(students.join(of_hash, on=["hash", "options"], maintain_order="left"))
-    columns = ["kind", "row", "base", "evaluation", "other"]
-    all_pairs = pl.concat(pair.select(columns) for pair in pairs)
-    metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
-    ids = pl.concat([all_pairs["evaluation"], all_pairs["other"]]).unique()
-    artifacts = runs.filter(pl.col("evaluation").is_in(ids.to_list()))
+    runs: dict[int, list[dict[str, Any]]] = {}
+    for run in newest.iter_rows(named=True):
+        runs.setdefault(run["row"], []).append(run)
+    by_row = {
+        row["row"]: row
+        for row in comparison.rows.iter_rows(named=True)
+        if row["row"] in runs
+    }
+    bases: dict[tuple[str, str], int] = {}  # row of each kind and log
+    for row in by_row.values():
+        for kind, name in (("baseline", "is_baseline"), ("shown", "is_diagnostic")):
+            if row[name]:
+                bases.setdefault((kind, row["log"]), row["row"])
+    pairs: dict[tuple[str, int, int], list[tuple[Any, Any]]] = {}
+    for number, row in by_row.items():
+        if row["is_baseline"] or row["is_diagnostic"] or row["is_teacher"]:
+            continue
+        for (kind, log), base in bases.items():
+            if log == row["log"]:
+                pairs[kind, number, base] = list(product(runs[number], runs[base]))
+        for run, other in product(runs[number], newest.iter_rows(named=True)):
+            is_teacher = run[TEACHER] and run[TEACHER] == other[WEIGHTS_TAG]
+            if is_teacher and run["options"] == other["options"]:
+                key = "teacher", number, other["row"]
+                pairs.setdefault(key, []).append((run, other))
+    used = {
+        run["evaluation"]: run["artifacts"]
+        for of_rows in pairs.values()
+        for run in chain(*of_rows)
+    }
     with ThreadPoolExecutor() as threads:
-        loaded = threads.map(
-            partial(load_per_user, comparison.uri), artifacts["artifacts"]
-        )
+        loaded = threads.map(partial(load_per_user, comparison.uri), used.values())
     per_user = {}
-    for run, by_split in zip(artifacts["evaluation"], loaded, strict=True):
+    for name, by_split in zip(used, loaded, strict=True):
         if encoded := by_split.get(artifact_name("test"), {}).get(metric):
-            per_user[run] = encoded["users"], *decode_values(encoded)
-    by_row = {line["row"]: line for line in rows.iter_rows(named=True)}
+            per_user[name] = encoded["users"], *decode_values(encoded)
+    positions = {number: position for position, number in enumerate(by_row)}
     by_users: dict[str, list[tuple[Any, ...]]] = {}
-    for (kind, number, base), of_pair in all_pairs.group_by(
-        "kind", "row", "base", maintain_order=True
-    ):
-        same = [
-            (per_user[run], per_user[other])
-            for *_, run, other in of_pair.iter_rows()
-            if run in per_user and other in per_user
-            if per_user[run][0] == per_user[other][0]
+    for (kind, number, base), of_rows in pairs.items():
+        values = [
+            (per_user.get(run["evaluation"]), per_user.get(other["evaluation"]))
+            for run, other in of_rows
         ]
+        same = [(x, y) for x, y in values if x and y and x[0] == y[0]]
         if not same or not len(same[0][0][2]):  # no request that the metric counts
             continue
         (users, _, counts), _ = same[0]
         base_mean = np.mean([other[1] for _, other in same], 0)
         difference = np.mean([run[1] for run, _ in same], 0) - base_mean
-        own, other = by_row[number], by_row[base]
+        name = "name" if kind == "teacher" else "model_label"
         line = {
             "kind": kind,
-            "base": other["name"] if kind == "teacher" else other["model_label"],
-            **{name: own[name] for name in DESCRIBED},
+            "position": positions[number],
+            "base": by_row[base][name],
+            **{name: by_row[number][name] for name in DESCRIBED},
             "metric": metric,
             "users": len(counts),
             "base_mean": float(base_mean @ counts / counts.sum()),

@@ -10,9 +10,8 @@ request's time and target. A model that ranks candidates writes `scores`: scores
 labels of all candidates of a split's requests. All metrics of an evaluation can be
 computed from the table of its split.
 
-A unit of work is a range of users of one file of `sequences`. This process runs one
-unit after the other, or Ray Data actors run them in parallel. An actor holds the model,
-the catalogue, and the user ids of one file.
+A unit of work is a file of `sequences`. This process ranks one file after the other, or
+Ray Data actors rank them in parallel. An actor holds the model and the catalogue.
 
 Shapes: `B` rows of a batch, `K` items of a ranking.
 """
@@ -58,10 +57,6 @@ from pipelines.evaluation.checks import check_evaluation, resolve_device, takes_
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.prepare.executor import quiet_ray_data
 from pipelines.start import start_ray
-
-USERS_PER_PART = 50_000
-"""Largest number of users per file of the table."""
-
 
 ITEM_IDS = pa.field("item_id", pa.list_(pa.field("item", pa.string())), nullable=False)
 FLOATS = pa.list_(pa.field("item", pa.float32()))
@@ -164,32 +159,24 @@ class Inference:
             max_history=required_history(max_history, task.recommend),
         )
         self.examples = self.dataset.examples
-        self.file = -1
 
-    def __call__(self, unit: dict[str, Any]) -> dict[str, Any]:
-        """Write the part of a unit (`write_units`); add columns `part` and `count`."""
-        part, count = self.write_unit(**unit)
-        return {**unit, "part": json.dumps(vars(part)), "count": count}
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Write the part of a file of `sequences`; add columns `part` and `count`."""
+        part, count = self.write_part(row["file"])
+        return {**row, "part": json.dumps(vars(part)), "count": count}
 
-    def write_unit(self, file: int, first: int, last: int) -> tuple[Part, int]:
-        """Rank for a range of users, and write a part of the table.
-
-        Args:
-            file: Number of a file of `sequences`.
-            first: First user of the range, counted within the file.
-            last: End of the range, exclusive.
+    def write_part(self, file: int) -> tuple[Part, int]:
+        """Rank for the users of a file of `sequences`, and write a part of the table.
 
         Returns:
             The part, and its count for `count_name`.
         """
-        if file != self.file:
-            sequences = self.tables["sequences"]
-            uri = sequences.part_uris()[file]
-            self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
-            self.first_user = sum(part.rows for part in sequences.files[:file])
-            self.file = file
+        sequences = self.tables["sequences"]
+        users = read_parquet(sequences.part_uris()[file], ["user_id"])
+        self.users = users["user_id"].combine_chunks()
+        self.first_user = sum(part.rows for part in sequences.files[:file])
         index = self.examples.user - self.first_user
-        rows = np.flatnonzero((first <= index) & (index < last))
+        rows = np.flatnonzero((index >= 0) & (index < len(self.users)))
         # batches of similar lengths
         ordered = rows[self.examples.take(rows).sort_order()]
         ranked = []
@@ -359,12 +346,7 @@ def infer_all(
         schema = RANKED_REQUESTS
     else:
         schema = RECOMMENDATIONS
-    settings = {
-        **ranked,
-        "users_per_part": USERS_PER_PART,
-        "model": saved.model,
-        **recommend,
-    }
+    settings = {**ranked, "model": saved.model, **recommend}
     hashes = {
         name: checked.versions[name].hash
         for name, trained in saved.hashes.items()
@@ -385,13 +367,8 @@ def infer_all(
     task = InferenceTask(
         config, checked.uri, output, schema, split or "next", recommend, in_ray
     )
-    units = []  # ranges of users of one file
-    for file, part in enumerate(sequences.files):
-        for first in range(0, part.rows, USERS_PER_PART):
-            last = min(first + USERS_PER_PART, part.rows)
-            units.append({"file": file, "first": first, "last": last})
     with writing(output):
-        written = write_units(kind, task, units)
+        written = write_parts(kind, task, len(sequences.files))
         counted = {kind.count_name: sum(count for _, count in written)}
         table = commit(
             output,
@@ -407,22 +384,16 @@ def infer_all(
     return table, False
 
 
-def write_units(
-    kind: Any, task: InferenceTask, units: list[dict[str, int]]
+def write_parts(
+    kind: Any, task: InferenceTask, num_files: int
 ) -> list[tuple[Part, int]]:
-    """Write the parts of all units, in this process or by Ray Data actors.
+    """Return the part and count of each file of `sequences`, in order.
 
-    Args:
-        kind: Class of the inference.
-        task: Arguments that all workers share.
-        units: Ranges of users of a `file`, from `first` to `last` (exclusive).
-
-    Returns:
-        Part and count of each unit, in the order of the units.
+    They are written in this process or by Ray Data actors.
     """
     if not task.in_ray:
         worker = kind(task)
-        return [worker.write_unit(**unit) for unit in units]
+        return [worker.write_part(file) for file in range(num_files)]
     start_ray()
     num_actors = task.config.shards
     needs_gpu = takes_gpu(task.config.device, num_actors)
@@ -430,9 +401,10 @@ def write_units(
     pool = ray.data.ActorPoolStrategy(
         min_size=1, max_size=num_actors, initial_size=num_actors
     )
+    files = [{"file": file} for file in range(num_files)]
     with cluster.silence_cpp_log():
         written = (
-            ray.data.from_items(units, override_num_blocks=len(units))
+            ray.data.from_items(files, override_num_blocks=num_files)
             .map(
                 kind,
                 fn_constructor_args=(task,),
@@ -442,5 +414,5 @@ def write_units(
             )
             .take_all()
         )
-    written = sorted(written, key=itemgetter("file", "first"))
+    written = sorted(written, key=itemgetter("file"))
     return [(Part(**json.loads(row["part"])), int(row["count"])) for row in written]

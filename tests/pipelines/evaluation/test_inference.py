@@ -140,12 +140,11 @@ def collect_by_event(
 
 
 def test_feed_scores_match_the_log_the_metrics_and_served_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     tables = write_actions(tmp_path / "log", items=300, viewers=True, parts=2)
     serve_ranker({"name": "attn_mvp"}, tmp_path, tables, None, max_history=12)
     path, out = str(tmp_path / "attn_mvp"), str(tmp_path / "out")
-    monkeypatch.setattr(inference, "USERS_PER_PART", 20)
 
     config = Config(checkpoint=path, tables=tables, batch_inference=out, batch_size=7)
     manifest, _ = inference.infer_all(config)

@@ -30,7 +30,6 @@ from pipelines import tracking
 from pipelines.comparison.compare import compare
 from pipelines.comparison.tables import build_tables
 from pipelines.comparison.verdicts import measure_differences
-from pipelines.evaluation import inference
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.result import load_test_metrics, record_result
@@ -280,10 +279,8 @@ def test_recommendations_of_all_users_are_written_to_a_table(
     ray_local: None,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = str(tmp_path / "out")
-    monkeypatch.setattr(inference, "USERS_PER_PART", 25)
     config = evaluation.config("tiger", batch_inference=output, k=5)
 
     manifest, existed = infer_all(replace(config, batch_size=7, shards=2))
@@ -293,7 +290,7 @@ def test_recommendations_of_all_users_are_written_to_a_table(
     assert manifest.rows == 60
     assert manifest.info.below_k == 0
     # The table of sequences has two files of 30 users.
-    assert [part.rows for part in manifest.files] == [25, 5, 25, 5]
+    assert [part.rows for part in manifest.files] == [30, 30]
     table = read_table(output).to_pydict()
     assert table["user_id"] == [f"user-{i:04d}" for i in range(60)]
     item_ids = evaluation.read_item_ids()
