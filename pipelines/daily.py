@@ -23,7 +23,6 @@ from core.files import hold_lock, join, read_json, write_file
 from core.options import STRICT, Folder, Fraction, check_known
 from core.schemas import (
     DayRecord,
-    EmbeddingsInfo,
     Inputs,
     ItemsInfo,
     SidsInfo,
@@ -133,8 +132,7 @@ def process_day(config: DailyConfig) -> DayRecord:
         if config.tokenize:
             make_sids(update_tokenizer(config.tokenize, prepared.items))
         if config.encode:
-            overwrite = is_text_outdated(config.encode.output, prepared)
-            encode_log(replace(config.encode, overwrite=overwrite))
+            encode_log(config.encode)
         accepted = [other for other in days if other.accepted]
         trained = None
         if accepted and not day.anew:
@@ -209,18 +207,6 @@ def update_tokenizer(config: TokenizeConfig, items: Table[ItemsInfo]) -> Tokeniz
     if sids.info.items_hash in items.ancestry:
         return replace(config, extend=config.output)
     return replace(config, overwrite=True)
-
-
-def is_text_outdated(output: str, prepared: Prepared) -> bool:
-    """Return whether text embeddings were computed from earlier tables."""
-    sequences = prepared.sequences
-    hashes = {**sequences.inputs, "sequences": sequences.hash}
-    for name in ("items", "queries", "pairs"):
-        text = find_table(join(output, name), EmbeddingsInfo)
-        made_from = text.inputs if text else {}
-        if any(made_from.get(table, own) != own for table, own in hashes.items()):
-            return True
-    return False
 
 
 def judge_results(

@@ -659,7 +659,8 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     """Write the text embeddings that the log's kind of requests needs.
 
     The tables are `items`, and for searches also `queries`, `pairs` and, except for
-    TF-IDF, the `tokens` of documents. Tables that are up to date are not written again.
+    TF-IDF, the `tokens` of documents. Tables that are up to date are not written again;
+    those that were made from earlier tables are replaced.
 
     Returns:
         The tables, by name.
@@ -710,12 +711,12 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
         for name in names:
             uri, origin = join(output_uri, name), origins[name]
             info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
-            finished = None
-            if not options.overwrite:
-                finished = find_finished(uri, info_class, **origin)
-            if finished:
+            earlier = None if options.overwrite else find_table(uri, info_class)
+            if earlier:  # only its tables may have changed
+                earlier.check_made_with(origin["config"], earlier.inputs)
+            if earlier and earlier.inputs == origin["inputs"]:
                 say(f"{name}: up to date")
-                written[name] = finished
+                written[name] = earlier
             elif name == "tokens":
                 written[name] = _write_tokens(
                     uri, documents, encoder, config, say, origin
