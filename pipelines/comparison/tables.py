@@ -65,14 +65,17 @@ def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Tabl
         differences: Output of `measure_differences`.
     """
     rows, measured = comparison.shown, measured_metrics(comparison.shown)
-    compared = [
-        f"test/{metric.name}@{k}"
+    of_requests, of_catalogue = (
+        [
+            f"test/{metric.name}@{k}"
+            for metric in find_metrics(kind)
+            for k in metric.compared
+        ]
         for kind in (RequestMetric, CatalogueMetric)
-        for metric in find_metrics(kind)
-        for k in metric.compared
-    ]
+    )
     metric = comparison.metric
-    names = dict.fromkeys((f"val/{metric}", *METRICS, f"test/{metric}", *compared))
+    names = [f"val/{metric}", *of_requests, *METRICS, f"test/{metric}", *of_catalogue]
+    names = list(dict.fromkeys(names))
     run = pl.col("name").alias("run")
     if rows["experiment"].n_unique() > 1:
         run = pl.format("{}: {}", "experiment", run).alias("run")

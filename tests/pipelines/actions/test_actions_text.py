@@ -7,7 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from core.errors import UserError
 from core.files import join
 from core.schemas import Inputs
 from core.tables import read_manifest
@@ -40,3 +42,10 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     reported: list[str] = []
     encode_log(EncodeConfig(tables, text, "tfidf", embed=config), say=reported.append)
     assert reported == ["items: up to date"]
+    other = write_actions(tmp_path / "other", items=50, content=True)
+    (replaced,) = encode_log(
+        EncodeConfig(other, text, "tfidf", embed=config), say=str
+    ).values()
+    assert replaced.rows == 50
+    with pytest.raises(UserError, match="was made with"):
+        encode_log(EncodeConfig(other, text, "tfidf"), say=str)
