@@ -8,13 +8,19 @@ A table is a title, a frame of texts and notes.
 
 from __future__ import annotations
 
+import re
 from html import escape
 from typing import Any
 
 import polars as pl
 from polars import selectors as cs
 
-from models.metrics.metric import CatalogueMetric, RequestMetric, find_metrics
+from models.metrics.metric import (
+    TOP,
+    CatalogueMetric,
+    RequestMetric,
+    find_metrics,
+)
 from pipelines.comparison.compare import (
     ALL_ITEMS,
     Comparison,
@@ -65,17 +71,19 @@ def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Tabl
         differences: Output of `measure_differences`.
     """
     rows, measured = comparison.shown, measured_metrics(comparison.shown)
-    of_requests, of_catalogue = (
-        [
-            f"test/{metric.name}@{k}"
-            for metric in find_metrics(kind)
-            for k in metric.compared
-        ]
-        for kind in (RequestMetric, CatalogueMetric)
-    )
-    metric = comparison.metric
-    names = [f"val/{metric}", *of_requests, *METRICS, f"test/{metric}", *of_catalogue]
-    names = list(dict.fromkeys(names))
+    metrics = [*find_metrics(RequestMetric), *find_metrics(CatalogueMetric)]
+    known = {f"test/{metric.name}": metric.compared for metric in metrics}
+    compared: list[str] = []
+    for name, ranks in known.items():
+        compared += [f"{name}@{k}" for k in ranks]
+    # metrics of a user's file, which this process need not know
+    own = [
+        name
+        for name in measured
+        if re.fullmatch(rf"test/\w+@{TOP}", name) and name.split("@")[0] not in known
+    ]
+    val, test = f"val/{comparison.metric}", f"test/{comparison.metric}"
+    names = dict.fromkeys((val, *compared, *own, *METRICS, test))
     run = pl.col("name").alias("run")
     if rows["experiment"].n_unique() > 1:
         run = pl.format("{}: {}", "experiment", run).alias("run")
