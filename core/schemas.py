@@ -440,6 +440,8 @@ class RetrievalInfo(SequencesInfo):
     """Info of `sequences` of retrieval."""
 
     layout: Literal["retrieval"] = "retrieval"
+    baskets: Literal["equal_times", "request"] | None = None
+    """Which behaviours of a user are one request; None: each is its own."""
     requests_without_history: dict[str, int]
     tied_targets: dict[str, int]
     """Number of validation and test requests at the time of another of their user."""

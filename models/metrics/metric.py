@@ -35,14 +35,17 @@ COSTS = ("entropy", "entropy_train", "loss", "seconds", "memory_mb", "mse", "med
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranked items of a batch of requests with one target each."""
+    """Ranked items of a batch of requests with one target each, or a set of them."""
 
     items: Tensor
     """(B, K) items, best first, -1 at padding."""
-    target: Tensor
-    """(B,) target items, -1 if unknown."""
+    hits: Tensor
+    """(B, K) whether a ranked item is a target."""
+    size: Tensor
+    """(B,) number of targets, at least 1."""
     rank: Tensor
-    """(B,) rank of the target, from 0; at least `max(CUTOFFS)` if it is not ranked."""
+    """(B,) rank of the first target, from 0; at least `max(CUTOFFS)` if none is
+    ranked."""
 
 
 class Metric:

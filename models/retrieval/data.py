@@ -129,6 +129,9 @@ class RequestBatch(HistoryBatch):
     repeats: Tensor = axes("B")
     """(B,) int64, 1 where the target is among all of the user's behaviours before the
     request, else 0."""
+    targets: Tensor | None = axes("B", "M", padding=PAD, default=None)
+    """(B, M) int64 items of each basket, -1 at padding; None in training, and where a
+    request has one target."""
 
 
 @dataclass(frozen=True, kw_only=True)

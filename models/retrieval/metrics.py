@@ -29,6 +29,9 @@ from models.retrieval.data import RequestBatch
 EXAMPLES = "examples"
 """Name of the number of examples."""
 
+LIMIT = "recall_limit"
+"""Name of the mean share of a basket's targets that K items can hold."""
+
 FIRST_PREFIX = "first/"
 """Prefix of metrics over first-time requests, such as `first/ndcg@10`: requests whose
 target is not among all of the user's earlier behaviours, whatever part of them a model
@@ -44,16 +47,19 @@ def shown() -> tuple[str, ...]:
     return tuple(f"{metric.name}@{TOP}" for metric in kinds)
 
 
-def rank_target(items: Tensor, target: Tensor) -> Ranking:
-    """Return the ranking with the rank of each `target` (B,) in `items` (B, K).
+def rank_targets(items: Tensor, targets: Tensor) -> Ranking:
+    """Return the ranking with the hits of sets of `targets` (B, M) in `items` (B, K).
 
-    The rank is at least `max(CUTOFFS)` if the target is not ranked, or unknown (-1). A
-    ranked -1 is padding.
+    The rank is at least `max(CUTOFFS)` if no target is ranked or known. -1 is padding
+    of both.
     """
-    hits = (items == target[:, None]) & (items >= 0)
+    hits = torch.zeros_like(items, dtype=torch.bool)
+    for target in targets.unbind(1):  # in the memory of one (B, K)
+        hits |= items == target[:, None]
+    hits &= items >= 0
     missing = max(items.shape[1], *CUTOFFS)
     rank = torch.where(hits.any(1), hits.long().argmax(1), missing)
-    return Ranking(items, target, rank)
+    return Ranking(items, hits, (targets >= 0).sum(1).clamp(min=1), rank)
 
 
 def count_shown(shown: Tensor, items: Tensor) -> None:
@@ -106,13 +112,17 @@ def measure_ranking(
         count_shown(shown, items)
     # on the CPU, so that the many sums do not wait for a GPU one by one
     items, batch = items.cpu(), batch.to("cpu")
-    ranking, is_first = rank_target(items, batch.target), batch.repeats == 0
+    is_basket = batch.targets is not None
+    targets = batch.targets if is_basket else batch.target[:, None]
+    ranking, is_first = rank_targets(items, targets), batch.repeats == 0
     requests = {"": torch.ones_like(is_first), FIRST_PREFIX: is_first}
     if trained is not None:
         requests[NEW_PREFIX] = trained[batch.target] == 0
     sums: dict[str, Any] = {
         prefix + EXAMPLES: float(counted.sum()) for prefix, counted in requests.items()
     }
+    for k in CUTOFFS if is_basket else ():
+        sums[f"{LIMIT}@{k}"] = float((k / ranking.size.double()).clamp(max=1).sum())
     for metric in find_metrics(RequestMetric):
         for k in CUTOFFS:
             values = metric.values(ranking, k)
@@ -155,6 +165,12 @@ def summary(metrics: dict[str, float]) -> list[str]:
         values = [format_metric(metrics[f"{metric.name}@{k}"]) for k in CUTOFFS]
         cells = "".join(f"{value:>9}" for value in values)
         lines.append(f"  {metric.name:<{width}}{cells}")
+    if f"{LIMIT}@{TOP}" in metrics:
+        values = [format_metric(metrics[f"{LIMIT}@{k}"]) for k in CUTOFFS]
+        cells = "".join(f"{value:>9}" for value in values)
+        lines.append(
+            f"  {'limit':<{width}}{cells}  share of a basket that K items hold"
+        )
     exposures = [
         f"{metric.label} {format_metric(metrics[f'{metric.name}@{TOP}'])}"
         for metric in find_metrics(CatalogueMetric)

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.metrics.ranked.accuracy import NDCG, Recall
+from models.retrieval.metrics import rank_targets
 from models.retrieval.search.topk import top_k
 from models.training.checkpoint import Checkpoint
 
@@ -40,11 +42,16 @@ def load_counts(metadata: Checkpoint, num_items: int) -> Tensor:
 
 
 def sum_popularity(counts: Tensor, targets: NDArray[np.integer]) -> dict[str, float]:
-    """Return the sums of recall and NDCG of the most popular items over targets."""
+    """Return the sums of recall and NDCG of the most popular items.
+
+    Args:
+        counts: (N,) training behaviours of each item.
+        targets: (n, M) targets of each request, right-padded with -1.
+    """
     items, _ = top_k(counts[None], CUTOFF)
-    hits = torch.from_numpy(targets)[:, None] == items  # (targets, CUTOFF)
-    gains = hits / (torch.arange(CUTOFF) + 2.0).log2()
+    sets = torch.from_numpy(targets)
+    ranking = rank_targets(items.expand(len(sets), -1), sets)
     return {
-        f"recall@{CUTOFF}": float(hits.sum()),
-        f"ndcg@{CUTOFF}": float(gains.sum(dtype=torch.float64)),
+        f"{metric.name}@{CUTOFF}": float(metric.values(ranking, CUTOFF).sum())
+        for metric in (Recall(), NDCG())
     }

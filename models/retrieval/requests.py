@@ -84,7 +84,9 @@ def decode(table: pa.Table, info: RetrievalInfo) -> Columns:
 
     Returns:
         By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour
-        (E,): item. By request (R,): history_end, target, repeats, request_time, split.
+        (E,): item. By target of a request (R,): history_end, target, repeats,
+        request_time, split; of baskets also `basket`, the number of targets in the row
+        of a basket's first target, and 0 in the others.
     """
     lists = table["item_index"].combine_chunks()
     behaviours_per_user = pc.list_value_length(lists).to_numpy()
@@ -92,28 +94,42 @@ def decode(table: pa.Table, info: RetrievalInfo) -> Columns:
     request_lists = table["requests"].combine_chunks()
     requests_per_user = pc.list_value_length(request_lists).to_numpy()
     requests = request_lists.flatten()
-    target = pc.struct_field(requests, "candidates").flatten().to_numpy()
-    history_end = pc.struct_field(requests, "history_end").to_numpy()
+    candidates = pc.struct_field(requests, "candidates")
+    target = candidates.flatten().to_numpy()
+    targets_per_request = pc.list_value_length(candidates).to_numpy()
+    request = row_numbers(targets_per_request)  # (R,)
+    request_user = row_numbers(requests_per_user)
+    history_end = pc.struct_field(requests, "history_end").to_numpy()[request]
     # pairs of a user and an item as one number, with the pair's first behaviour
     num_items = 1 + max(items.max(initial=0), target.max(initial=0)).astype(np.int64)
     pairs, first_behaviour = np.unique(
         row_numbers(behaviours_per_user) * num_items + items, return_index=True
     )
-    user_row = row_numbers(requests_per_user)
+    user_row = request_user[request]
     index, repeats = find_sorted(pairs, user_row * num_items + target)  # (R,)
     if len(pairs):  # the target is among the behaviours before the request
         user_start = lengths_to_starts(behaviours_per_user)[user_row]
         repeats &= first_behaviour[index] < user_start + history_end
+    baskets = {}
+    if info.baskets:
+        starts = lengths_to_starts(targets_per_request)
+        baskets["basket"] = np.zeros(len(target), np.int32)
+        baskets["basket"][starts] = targets_per_request
+        if len(starts):  # a basket repeats if any of its targets does
+            repeats = np.logical_or.reduceat(repeats, starts)[request]
     return {
+        **baskets,
         "behaviours_per_user": behaviours_per_user.astype(np.int32),
-        "requests_per_user": requests_per_user.astype(np.int32),
+        "requests_per_user": np.bincount(
+            user_row, minlength=len(requests_per_user)
+        ).astype(np.int32),
         "user_hash": hash_strings(table["user_id"].combine_chunks()),
         "item": items.astype(np.int32),
         "history_end": history_end.astype(np.int32),
         "target": target.astype(np.int32),
         "repeats": repeats,
-        "request_time": pc.struct_field(requests, "timestamp_ms").to_numpy(),
-        "split": decode_splits(pc.struct_field(requests, "split")),
+        "request_time": pc.struct_field(requests, "timestamp_ms").to_numpy()[request],
+        "split": decode_splits(pc.struct_field(requests, "split"))[request],
     }
 
 
@@ -141,10 +157,24 @@ class RetrievalExamples(Examples):
         """Target (n,) of each example's first request."""
         return self.columns["target"][self.requests[self.first]]
 
+    @property
+    def target_sets(self) -> NDArray[np.integer]:
+        """Targets (n, M) of each example's first request, right-padded with -1."""
+        request = self.requests[self.first]
+        if "basket" not in self.columns:
+            return self.targets[:, None]
+        index, inside = pad_indices(request, self.columns["basket"][request])
+        return pad_ragged(self.columns["target"], index, inside, PAD)
+
 
 def plan(columns: Columns, selection: Selection) -> RetrievalExamples:
-    """Plan the examples of a split: their requests, users and history lengths."""
+    """Plan the examples of a split: their requests, users and history lengths.
+
+    Training learns each target of a basket as a request of its own; other splits have
+    one request per basket.
+    """
     if selection.split == "next":
+        columns = {name: columns[name] for name in columns if name != "basket"}
         num_users = len(columns["behaviours_per_user"])
         columns = {
             **columns,
@@ -156,6 +186,8 @@ def plan(columns: Columns, selection: Selection) -> RetrievalExamples:
         requests: NDArray = np.arange(num_users)
     else:
         requests = np.flatnonzero(columns["split"] == SPLITS.index(selection.split))
+        if "basket" in columns and selection.split != "train":
+            requests = requests[columns["basket"][requests] > 0]
     if selection.new:
         requests = requests[selection.new.mask(columns["request_time"][requests])]
     request_offsets = lengths_to_offsets(columns["requests_per_user"])
@@ -220,8 +252,10 @@ def collate(examples: RetrievalExamples) -> Batch:
         "request": to_tensor(request_number(user_row, index_of_user)),
     }
     if unit == "request":
-        repeats = to_tensor(columns["repeats"][first_request])
-        return RequestBatch(**row_tensors, target=target, repeats=repeats)
+        row_tensors["repeats"] = to_tensor(columns["repeats"][first_request])
+        if "basket" in columns and examples.selection.split != "train":
+            row_tensors["targets"] = to_tensor(examples.target_sets)
+        return RequestBatch(**row_tensors, target=target)
     request = examples.requests[gather_ranges(first, examples.count)]  # (R,)
     start_of_request = np.repeat(window_start, examples.count)
     position = columns["history_end"][request] - start_of_request - 1

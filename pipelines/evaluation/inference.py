@@ -342,6 +342,11 @@ def infer_all(
         has_queries = "queries" in model_class.catalogue_class.tables["tables"]
         schema = scores_schema(labels, has_queries)
     elif config.split:
+        if sequences.info.baskets:
+            raise UserError(
+                f"split is {config.split}, but {sequences.uri} has baskets, and a "
+                f"recommendation has one target"
+            )
         ranked["split"] = config.split
         schema = RANKED_REQUESTS
     else:

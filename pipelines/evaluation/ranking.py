@@ -189,7 +189,7 @@ def measure_shard(
         requests: Any = behaviours.examples.take(behaviours.evaluation_rows())
         options["trained"] = load_counts(loaded.checkpoint, num_items)
         popular = sum_popularity(
-            options["trained"], requests.targets[requests.end == 0]
+            options["trained"], requests.target_sets[requests.end == 0]
         )
         options["shown"] = torch.zeros(num_items, dtype=torch.long, device=device)
     measured = measure(options=options)

@@ -1,7 +1,8 @@
-"""Recall, NDCG and MRR of requests with one target.
+"""Recall, NDCG and MRR of requests with one target or a set of targets.
 
-With one target the ideal DCG is 1. For ranks from 0, NDCG is 1 / log2(2 + rank) and MRR
-is 1 / (1 + rank); all are 0 from rank k on.
+Of n targets, the first k items can hold min(n, k): recall is the share of these that
+are hit, and NDCG divides by the DCG of min(n, k) hits. With one target, from rank 0,
+NDCG is 1 / log2(2 + rank) and MRR is 1 / (1 + rank); all are 0 from rank k on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from models.metrics.metric import Ranking, RequestMetric
 
 
 class Recall(RequestMetric):
-    """Share of requests whose target is among the first k."""
+    """Share of the targets, of at most k, that are among the first k."""
 
     name = "recall"
     by_user = ("",)
@@ -22,7 +23,8 @@ class Recall(RequestMetric):
 
     def values(self, ranking: Ranking, k: int) -> Tensor:
         """Return the recall (B,)."""
-        return (ranking.rank < k).double()
+        hits = ranking.hits[:, :k].double().sum(1)
+        return hits / ranking.size.clamp(max=k)
 
 
 class NDCG(RequestMetric):
@@ -35,8 +37,11 @@ class NDCG(RequestMetric):
 
     def values(self, ranking: Ranking, k: int) -> Tensor:
         """Return the NDCG (B,)."""
-        gain = 1 / torch.log2(ranking.rank.double() + 2)
-        return torch.where(ranking.rank < k, gain, 0.0)
+        hits = ranking.hits[:, :k].double()
+        rank = torch.arange(k, dtype=torch.float64, device=hits.device)
+        gain = 1 / torch.log2(rank + 2)
+        ideal = gain.cumsum(0)[ranking.size.clamp(max=k) - 1]
+        return (hits * gain[: hits.shape[1]]).sum(1) / ideal
 
 
 class MRR(RequestMetric):

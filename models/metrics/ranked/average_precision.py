@@ -16,7 +16,6 @@ class AveragePrecision(RequestMetric):
 
     def values(self, ranking: Ranking, k: int) -> Tensor:
         """Return the average precision (B,)."""
-        items, target = ranking.items[:, :k], ranking.target[:, None]
-        hits = ((items == target) & (items >= 0)).double()  # (B, k)
-        precision = hits.cumsum(1) / torch.arange(1, items.shape[1] + 1)
-        return (precision * hits).sum(1)
+        hits = ranking.hits[:, :k].double()
+        precision = hits.cumsum(1) / torch.arange(1, hits.shape[1] + 1)
+        return (precision * hits).sum(1) / ranking.size.clamp(max=k)

@@ -24,11 +24,23 @@ def check_retrieval_tables(
     expected = expected_behaviours(tables, tables.users_events)
     check_behaviours(rows.users, rows.behaviours, expected, rules["behaviours"])
     behaviours = rows.behaviours
-    if tables.known_time_column != "timestamp_ms":
+    baskets = tables.info.baskets
+    if baskets or tables.known_time_column != "timestamp_ms":
         # behaviours are sorted by the time at which they are known, requests by time
         behaviours = expected.sort("row", *tables.event_order).with_columns(INDEX)
     check_history(tables, behaviours, rows.requests, rules["history"])
     targets = behaviours.with_columns(candidates=pl.concat_list("item_index"))
+    if baskets:
+        key = "timestamp_ms" if baskets == "equal_times" else "request_id"
+        targets = (
+            behaviours.group_by("row", key, maintain_order=True)
+            .agg(
+                pl.first("user_id", "query"),
+                pl.col("timestamp_ms").min().alias("time"),
+                pl.col("item_index").unique(maintain_order=True).alias("candidates"),
+            )
+            .with_columns(INDEX, timestamp_ms="time")
+        )
     columns = ["timestamp_ms", "query", "candidates"]
     compare_rows(rows.requests, targets, columns, "request", rules["targets"])
     # users with more than `max_events` behaviours, and dropped behaviours

@@ -45,7 +45,7 @@ RULES = {
     "behaviours": "lists have equal lengths and the behaviours of events, in order",
     "known": "a label is known at its time, or its delay after the event",
     "history": "history_end counts behaviours known strictly before the request",
-    "targets": "request i is for behaviour i; a search has the results of its id",
+    "targets": "request i is for behaviour or basket i; a search has its results",
     "splits": "requests are in the split of their rank or time; the cuts are right",
     "tasks": "in a log of actions, tasks and actions are computed from the labels",
     "counts": "counts in the manifest of sequences equal those of the table",

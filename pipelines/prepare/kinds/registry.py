@@ -37,6 +37,8 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     """
     check_known([config.kind], KINDS, "kind")
     info, name = source.info, config.kind
+    if name == "retrieval" and source.request and info.clock and not config.baskets:
+        config = replace(config, baskets="request")
     kind, moment = KINDS[name], config.counts_as_of
     kind.check_settings(source, config)
     split: Any = config.split.resolve(info.clock)
@@ -48,6 +50,7 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
         "history": info.history,
         "duplicates": config.duplicates != "drop",
         "catalogue": config.catalogue is not None,
+        "baskets": config.baskets is not None,
     }
     refused = [key for key, is_set in retrieval_only.items() if is_set]
     bool_labels = info.bool_labels
@@ -69,6 +72,16 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
         (
             config.ties != "strict" and (late_label or not kind.allows_repeats),
             f"ties is {config.ties}, but {late_label or f'kind {name}'} needs strict",
+        ),
+        (
+            config.baskets
+            and (config.ties != "strict" or not info.clock or info.history),
+            f"baskets is {config.baskets}, which needs clock times, ties strict and no "
+            f"'history'",
+        ),
+        (
+            config.baskets == "request" and not source.request,
+            "baskets is request, but the mapping names no 'request'",
         ),
         (
             info.history and config.duplicates != "drop",

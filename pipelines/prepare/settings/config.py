@@ -174,6 +174,10 @@ class SequencesConfig:
     """`strict`: a history holds only strictly earlier events. `log_order`: it also
     holds events of the same time that come earlier in the log; `position` is then the
     order in the log."""
+    baskets: Literal["equal_times", "request"] | None = None
+    """Kind `retrieval`: behaviours of a user that are one request with a set of
+    targets: those of the same `request` id, which is the default if the mapping names
+    `request`, or those of the same time."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Split of the requests."""
     max_events: PositiveInt = 10_000

@@ -20,7 +20,7 @@ from models.retrieval.metrics import (
     means,
     measure_ranking,
     names,
-    rank_target,
+    rank_targets,
 )
 from tests.fixtures.batches import fill_batch
 
@@ -39,7 +39,7 @@ def test_metrics_equal_scikit_learn_and_a_count_of_hits():
     ranked = np.argsort(-scores, axis=1).copy()
     cutoffs = (1, 3, 10, 40)
 
-    ranking = rank_target(torch.from_numpy(ranked), torch.from_numpy(targets))
+    ranking = rank_targets(torch.from_numpy(ranked), torch.from_numpy(targets)[:, None])
     sums = {
         f"{metric.name}@{k}": float(metric.values(ranking, k).sum())
         for metric in find_metrics(RequestMetric)
@@ -58,6 +58,37 @@ def test_metrics_equal_scikit_learn_and_a_count_of_hits():
         assert sums[f"recall@{k}"] == len(hits)
         assert sums[f"mrr@{k}"] == pytest.approx(sum(1 / rank for rank in hits))
         assert sums[f"map@{k}"] == pytest.approx(sums[f"mrr@{k}"])
+
+
+def test_metrics_of_baskets_equal_counts_by_hand():
+    """Recall divides by min(targets, K), NDCG by the DCG of min(targets, K) hits."""
+    generator = np.random.default_rng(1)
+    ranked = draw_rankings(40, seed=2)
+    baskets = [
+        generator.permutation(35)[: generator.integers(1, 25)].tolist()
+        for _ in range(40)
+    ]
+    targets = torch.full((40, 25), -1)
+    for row, basket in enumerate(baskets):
+        targets[row, : len(basket)] = torch.tensor(basket)
+    values = {"targets": targets, "target": targets[:, 0], "repeats": torch.ones(40)}
+    sums = measure_ranking(ranked, fill_batch(RequestBatch, {}, **values))
+
+    for k in CUTOFFS:
+        expected = dict.fromkeys(("recall", "ndcg", "map", "mrr", "recall_limit"), 0.0)
+        for items, basket in zip(ranked.tolist(), baskets, strict=True):
+            ranks = [rank for rank in range(k) if items[rank] in basket]
+            largest = min(k, len(basket))
+            ideal = sum(1 / math.log2(rank + 2) for rank in range(largest))
+            expected["recall"] += len(ranks) / largest
+            expected["ndcg"] += sum(1 / math.log2(r + 2) for r in ranks) / ideal
+            expected["mrr"] += 1 / (1 + ranks[0]) if ranks else 0
+            precisions = [(n + 1) / (rank + 1) for n, rank in enumerate(ranks)]
+            expected["map"] += sum(precisions) / largest
+            expected["recall_limit"] += largest / len(basket)
+        for name, value in expected.items():
+            assert sums[f"{name}@{k}"] == pytest.approx(value)
+    assert sums["examples"] == 40
 
 
 def test_sums_of_batches_add_up():

@@ -13,6 +13,7 @@ import pyarrow as pa
 from core.errors import UserError
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
+from core.tables import Table
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_interactions
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import BuiltTable, SequenceBuilder
@@ -42,7 +43,9 @@ class RetrievalBuilder(SequenceBuilder):
     @property
     def columns(self) -> list[str]:
         """Columns of `events` that are read: no request ids, positions and texts."""
-        unused = ("request_id", "position", "text_")
+        unused = ("position", "text_")
+        if self.config.baskets != "request":
+            unused += ("request_id",)
         names = self.source.schema.names
         return [name for name in names if not name.startswith(unused)]
 
@@ -63,17 +66,27 @@ class RetrievalBuilder(SequenceBuilder):
     def form_requests(
         self, events: pl.DataFrame, behaviours: pl.DataFrame, count: Counter[str]
     ) -> pl.DataFrame:
-        """Return a request of each behaviour, in the order of their times."""
-        requests = behaviours.select(
-            "row",
-            "user",
-            "user_id",
-            "item_id",
-            "timestamp_ms",
-            "query",
-            candidates=pl.concat_list("item_index"),
+        """Return a request of each behaviour or basket, in the order of their times.
+
+        A basket has the time of its earliest behaviour.
+        """
+        columns = ["row", "user", "user_id", "item_id", "timestamp_ms", "query"]
+        if not self.config.baskets:
+            requests = behaviours.select(
+                *columns, candidates=pl.concat_list("item_index")
+            )
+            return requests.sort("row")
+        by_time = self.config.baskets == "equal_times"
+        key = "timestamp_ms" if by_time else "request_id"
+        baskets = (
+            behaviours.sort("row")
+            .group_by("user", key, maintain_order=True)
+            .agg(
+                pl.first(*(name for name in columns if name not in ("user", key))),
+                candidates=pl.col("item_index").unique(maintain_order=True),
+            )
         )
-        return requests.sort("row")
+        return baskets.sort("row")
 
     def join_history(
         self, requests: pl.DataFrame, behaviours: pl.DataFrame
@@ -97,10 +110,24 @@ class RetrievalBuilder(SequenceBuilder):
                 f"of {self.config.catalogue}"
             )
         return {
+            "baskets": self.config.baskets,
             "tied_targets": built.tied_targets(),
             "requests": requests,
             "requests_without_history": without_history,
         }
+
+    def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
+        """Report the sizes, and behaviours that may be baskets or already are."""
+        super().report(run, sequences, seconds)
+        info = sequences.info
+        if info.baskets:
+            run.report(f"baskets: {sum(info.requests.values()):,} requests")
+        elif info.tied_behaviours and info.log.clock and info.ties == "strict":
+            run.report(
+                f"note: {info.tied_behaviours:,} of {info.interactions:,} behaviours "
+                f"have the user and time of the one before; baskets: equal_times makes "
+                f"them one request"
+            )
 
     @staticmethod
     def warn(info: Any) -> Iterator[str]:

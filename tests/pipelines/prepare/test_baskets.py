@@ -1,0 +1,172 @@
+"""Behaviours of one order or one time are a request with a set of targets."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import UserError
+from models.retrieval.requests import RETRIEVAL
+from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
+from tests.fixtures.commands import load_split, prepare_log, read_rows, write_rows
+
+MAPPING: Row = {
+    "files": "log.jsonl",
+    "user": "u",
+    "item": "i",
+    "time": {"column": "ms", "unit": "ms"},
+    "prepare": {"core": 0, "duplicates": "keep", "split": {"by": "temporal"}},
+}
+KINDS: dict[str, Row] = {"request": {"request": "order"}, "equal_times": {}}
+
+
+@pytest.fixture(scope="module")
+def log() -> list[Row]:
+    """Orders of up to six items, some of which are bought twice, a second apart."""
+    generator = random.Random(0)
+    rows = []
+    for order in range(120):
+        begin = 1_600_000_000_000 + generator.randrange(200) * 60_000
+        user = f"u{order % 12}"
+        rows += [
+            {
+                "u": user,
+                "i": f"i{generator.randrange(20)}",
+                "ms": begin + generator.randrange(2) * 1000,
+                "order": f"o{order}",
+            }
+            for _ in range(generator.randrange(1, 7))
+        ]
+    return rows
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tables(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    log: list[Row],
+) -> tuple[str, Path]:
+    """The kind of baskets, and the path of their tables."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_rows(folder / "log.jsonl", log)
+    options = {"baskets": request.param} if request.param == "equal_times" else {}
+    prepare_log(MAPPING | KINDS[request.param], folder, folder / "tables", **options)
+    return request.param, folder / "tables"
+
+
+def form_baskets(log: list[Row], kind: str) -> dict[tuple[str, int], list[set[str]]]:
+    """Return the sets of items of the baskets of each user and time."""
+    baskets = defaultdict[Any, list[Row]](list)
+    for row in log:
+        key = row["ms"] if kind == "equal_times" else row["order"]
+        baskets[row["u"], key].append(row)
+    sets = defaultdict(list)
+    for (user, _), rows in baskets.items():
+        time = min(row["ms"] for row in rows)
+        sets[user, time].append({row["i"] for row in rows})
+    return sets
+
+
+def test_a_request_has_the_items_of_its_basket_and_earlier_behaviours_before_it(
+    tables: tuple[str, Path], log: list[Row]
+) -> None:
+    kind, path = tables
+    ids = [row["item_id"] for row in read_rows(path, "items")]
+    found = defaultdict(list)
+    for user in read_rows(path, "sequences"):
+        for request in user["requests"]:
+            time = request["timestamp_ms"]
+            items = [ids[item] for item in request["candidates"]]
+            assert len(items) == len({*items})
+            found[user["user_id"], time].append({*items})
+            earlier = [row for row in log if row["u"] == user["user_id"]]
+            before = sum(row["ms"] < time for row in earlier)
+            assert request["history_end"] == before
+
+    expected = form_baskets(log, kind)
+    assert found.keys() == expected.keys()
+    for key, baskets in expected.items():
+        assert sorted(map(sorted, found[key])) == sorted(map(sorted, baskets))
+    assert find_violations(str(path)) == {}
+
+
+def test_training_learns_each_target_and_an_evaluation_ranks_each_basket_once(
+    tables: tuple[str, Path],
+) -> None:
+    _, path = tables
+    for split in ("train", "val", "test"):
+        expected: list[Any] = []
+        for row, user in enumerate(read_rows(path, "sequences")):
+            for request in user["requests"]:
+                end, items = request["history_end"], request["candidates"]
+                if request["split"] != split or not end:
+                    continue
+                history = user["item_index"][:end][-20:]
+                repeats = not {*items}.isdisjoint(user["item_index"][:end])
+                if split == "train":
+                    expected += [(row, history, item) for item in items]
+                else:
+                    expected.append((row, history, sorted(items), repeats))
+        found: list[Any] = []
+        dataset = load_split(RETRIEVAL, path / "sequences", split)
+        for batch in map(dataset.collate, dataset.evaluation_batches(7)):
+            for index, row in enumerate(batch.user_row.tolist()):
+                history = batch.history[index, : batch.history_length[index]].tolist()
+                example = (row, history, int(batch.target[index]))
+                if split != "train":
+                    items = [
+                        item for item in batch.targets[index].tolist() if item >= 0
+                    ]
+                    example = (row, history, sorted(items), bool(batch.repeats[index]))
+                found.append(example)
+        assert sorted(found) == sorted(expected)
+        assert expected
+
+
+def drop_a_target(rows: list[Row], info: Row) -> None:
+    """Drop a target of a basket."""
+    requests = [request for row in rows for request in row["requests"]]
+    next(r for r in requests if len(r["candidates"]) > 2)["candidates"].pop()
+
+
+def add_the_basket_to_its_history(rows: list[Row], info: Row) -> None:
+    """Add the behaviours of a basket to its own history."""
+    request = rows[0]["requests"][-1]
+    request["history_end"] = len(rows[0]["item_index"])
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [(drop_a_target, "targets"), (add_the_basket_to_its_history, "history")],
+)
+def test_the_audit_finds_a_wrong_basket(
+    tables: tuple[str, Path], tmp_path: Path, change: Any, rule: str
+) -> None:
+    copied = copy_with_change(str(tables[1]), tmp_path, change)
+    assert list(find_violations(copied)) == [rule]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "fragment"),
+    [
+        ({}, {"baskets": "request"}, "no 'request'"),
+        (KINDS["request"], {"ties": "log_order"}, "ties strict"),
+        ({"time": {"unit": "order"}}, {"baskets": "equal_times"}, "clock times"),
+    ],
+)
+def test_baskets_that_need_other_settings_are_refused(
+    tmp_path: Path, log: list[Row], changes: Row, options: Row, fragment: str
+) -> None:
+    write_rows(tmp_path / "log.jsonl", log)
+    settings = {**MAPPING["prepare"], "split": {"by": "auto"}, "duplicates": "drop"}
+    with pytest.raises(UserError, match=fragment):
+        prepare_log(
+            {**MAPPING, "prepare": settings, **changes},
+            tmp_path,
+            tmp_path / "tables",
+            **options,
+        )
