@@ -37,8 +37,9 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     """
     check_known([config.kind], KINDS, "kind")
     info, name = source.info, config.kind
-    if name == "retrieval" and source.request and info.clock and not config.baskets:
-        config = replace(config, baskets="request")
+    may_have_baskets = config.ties == "strict" and info.clock and not info.history
+    if name == "retrieval" and source.request and may_have_baskets:
+        config = replace(config, baskets=config.baskets or "request")
     kind, moment = KINDS[name], config.counts_as_of
     kind.check_settings(source, config)
     split: Any = config.split.resolve(info.clock)
@@ -74,8 +75,7 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
             f"ties is {config.ties}, but {late_label or f'kind {name}'} needs strict",
         ),
         (
-            config.baskets
-            and (config.ties != "strict" or not info.clock or info.history),
+            config.baskets and not may_have_baskets,
             f"baskets is {config.baskets}, which needs clock times, ties strict and no "
             f"'history'",
         ),

@@ -176,8 +176,8 @@ class SequencesConfig:
     order in the log."""
     baskets: Literal["equal_times", "request"] | None = None
     """Kind `retrieval`: behaviours of a user that are one request with a set of
-    targets: those of the same `request` id, which is the default if the mapping names
-    `request`, or those of the same time."""
+    targets: those of the same `request` id, or those of the same time. `request` is the
+    default if the mapping names a `request` and ties are strict."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Split of the requests."""
     max_events: PositiveInt = 10_000
