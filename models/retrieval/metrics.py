@@ -112,16 +112,16 @@ def measure_ranking(
         count_shown(shown, items)
     # on the CPU, so that the many sums do not wait for a GPU one by one
     items, batch = items.cpu(), batch.to("cpu")
-    is_basket = batch.targets is not None
-    targets = batch.targets if is_basket else batch.target[:, None]
+    targets = batch.target[:, None] if batch.targets is None else batch.targets
     ranking, is_first = rank_targets(items, targets), batch.repeats == 0
     requests = {"": torch.ones_like(is_first), FIRST_PREFIX: is_first}
     if trained is not None:
-        requests[NEW_PREFIX] = trained[batch.target] == 0
+        is_new = (trained[targets.clamp(min=0)] == 0) & (targets >= 0)
+        requests[NEW_PREFIX] = is_new.any(1)
     sums: dict[str, Any] = {
         prefix + EXAMPLES: float(counted.sum()) for prefix, counted in requests.items()
     }
-    for k in CUTOFFS if is_basket else ():
+    for k in () if batch.targets is None else CUTOFFS:
         sums[f"{LIMIT}@{k}"] = float((k / ranking.size.double()).clamp(max=1).sum())
     for metric in find_metrics(RequestMetric):
         for k in CUTOFFS:
