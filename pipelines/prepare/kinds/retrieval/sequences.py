@@ -43,11 +43,12 @@ class RetrievalBuilder(SequenceBuilder):
     @property
     def columns(self) -> list[str]:
         """Columns of `events` that are read: no request ids, positions and texts."""
-        unused = ("position", "text_")
-        if self.config.baskets != "request":
-            unused += ("request_id",)
-        names = self.source.schema.names
-        return [name for name in names if not name.startswith(unused)]
+        names = [
+            name
+            for name in self.source.schema.names
+            if not name.startswith(("request_id", "position", "text_"))
+        ]
+        return [*names, "request_id"] if self.config.baskets == "request" else names
 
     @property
     def output(self) -> pa.Schema:
