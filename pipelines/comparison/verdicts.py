@@ -136,8 +136,10 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
         ["row", "repeat"], keep="last", maintain_order=True
     )
     runs: dict[int, list[dict[str, Any]]] = {}
+    teachers: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in newest.iter_rows(named=True):
         runs.setdefault(run["row"], []).append(run)
+        teachers.setdefault((run[WEIGHTS_TAG], run["options"]), []).append(run)
     by_row = {
         row["row"]: row
         for row in comparison.rows.iter_rows(named=True)
@@ -155,11 +157,11 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
         for (kind, log), base in bases.items():
             if log == row["log"]:
                 pairs[kind, number, base] = list(product(runs[number], runs[base]))
-        for run, other in product(runs[number], newest.iter_rows(named=True)):
-            is_teacher = run[TEACHER] and run[TEACHER] == other[WEIGHTS_TAG]
-            if is_teacher and run["options"] == other["options"]:
-                key = "teacher", number, other["row"]
-                pairs.setdefault(key, []).append((run, other))
+        for run in runs[number]:
+            for other in teachers.get((run[TEACHER], run["options"]), []):
+                if run[TEACHER]:
+                    key = "teacher", number, other["row"]
+                    pairs.setdefault(key, []).append((run, other))
     used = {
         run["evaluation"]: run["artifacts"]
         for of_rows in pairs.values()
