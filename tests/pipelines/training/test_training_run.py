@@ -181,7 +181,7 @@ def test_a_finished_run_is_not_started_again(training: Training) -> None:
     finished = training.train()
 
     assert finished.was_finished
-    assert training.lines == []
+    assert "nothing to do" in training.lines[0]
     assert files == {path: path.stat().st_mtime_ns for path in files}
     steps, values = zip(*read_history(finished, "val/ndcg_at_10"), strict=True)
     best_step = steps[values.index(max(values))]
