@@ -5,8 +5,8 @@ r"""Time training steps of any config on its tables, with PyTorch alone.
 
 Needs torch, numpy, pyarrow, pydantic, PyYAML and safetensors, so that it runs on a bare
 GPU machine, with tables and a student's teacher copied there. Each mode trains in a
-fresh process, by the loop of jobs.train without validation: `plain`, `captured` as CUDA
-graphs (`fit.cuda_graphs`), and `compiled` (`fit.compile`).
+fresh process, by the loop of jobs.train without validation: `plain`, and `captured` as
+CUDA graphs (`fit.cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from models.training_run import TrainingRun, resolve_config
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"cuda_graphs": "off"},
     "captured": {"cuda_graphs": "auto"},
-    "compiled": {"cuda_graphs": "auto", "compile": True},
 }
 """Options of the training loop in each mode."""
 

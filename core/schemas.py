@@ -876,24 +876,19 @@ def counts_schema(features: Iterable[Iterable[str]]) -> pa.Schema:
     )
 
 
-def embeddings_schema(
-    width: int,
-    keys: Iterable[str] = ("item_index",),
-    vectors: Iterable[str] = ("embedding",),
-) -> pa.Schema:
+def embeddings_schema(width: int, keys: Iterable[str] = ("item_index",)) -> pa.Schema:
     """Return the schema of embeddings, sorted by the keys.
 
     Args:
         width: Dimension of the vectors.
         keys: Names of the key columns: `item_index`, `query_index`, or both for
             embeddings of pairs.
-        vectors: Names of the columns with vectors.
     """
     vector = pa.list_(pa.float32(), width)
     return pa.schema(
         [
             *(_required(name, pa.int32()) for name in keys),
-            *(_required(name, vector) for name in vectors),
+            _required("embedding", vector),
         ]
     )
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from core.schemas import Category, CustomFeatures
 from models.dataset.columns import hash_strings
-from models.layers.standardised import MAX_DEVIATIONS, Standardised
+from models.layers.standardised import Standardised
 from models.warm_start import EmbeddingTables
 
 CUSTOM_KEY = "own"
@@ -87,9 +87,7 @@ def rescale(features: CustomFeatures, scales: Mapping[str, Any]) -> CustomFeatur
     return replace(features, numbers=numbers)
 
 
-def adopt_scales(
-    scales: Mapping[str, Any], features: CustomFeatures
-) -> tuple[dict[str, Any], list[str]]:
+def adopt_scales(scales: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scales of a model that continues training from a checkpoint.
 
     Numbers keep the scale of the checkpoint. A number without values or with a standard
@@ -97,34 +95,19 @@ def adopt_scales(
 
     Args:
         scales: Scales of the checkpoint.
-        features: Custom features of the new tables.
-
-    Returns:
-        The scales, and warnings about numbers whose mean has shifted.
     """
-    new_means = {number.name: number.mean for number in features.numbers}
-    numbers: list[dict[str, Any]] = []
-    warnings: list[str] = []
-    for number in scales.get(CUSTOM_KEY, []):
-        name = number["name"]
-        if not number["std"]:
-            numbers.append({"name": name, "missing": number["missing"]})
-            continue
-        numbers.append(number)
-        mean = number["mean"]
-        new_mean = new_means.get(name, mean)
-        if abs(new_mean - mean) > MAX_DEVIATIONS * number["std"]:
-            warnings.append(
-                f"warning: the mean of {name} was {mean:.4g} in the checkpoint and is "
-                f"{new_mean:.4g} now, a shift of over {MAX_DEVIATIONS:g} standard "
-                "deviations, so most values are clipped; train a new model"
-            )
+    numbers = [
+        number
+        if number["std"]
+        else {"name": number["name"], "missing": number["missing"]}
+        for number in scales.get(CUSTOM_KEY, [])
+    ]
     item_numbers = {
         name: (mean, std)
         for name, (mean, std) in scales.get("numbers", {}).items()
         if std
     }
-    return {**scales, CUSTOM_KEY: numbers, "numbers": item_numbers}, warnings
+    return {**scales, CUSTOM_KEY: numbers, "numbers": item_numbers}
 
 
 class CustomInputs(Standardised, EmbeddingTables):

@@ -1,15 +1,10 @@
-"""The loss of binary labels of candidates, with label weights and negative sampling.
-
-With a `negative_rate` below 1, a label is learned from a random sample of the negative
-candidates. This raises the odds by 1 / rate, so log(rate) is added to the logits to
-make the probabilities refer to all candidates.
+"""The loss of binary labels of candidates, with weights and masks of labels.
 
 Shapes: `N` candidates, `K` labels.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
@@ -19,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from core.options import STRICT, NamedConfig, Share, check_known
+from core.options import STRICT, NamedConfig, check_known
 from models.training.distributed import global_mean
 
 
@@ -33,19 +28,11 @@ class LabelOptions(NamedConfig):
     """Condition of a label: another label that must be true for candidates on which the
     label is learned and measured. {purchase: click} learns the probability of a
     purchase given a click."""
-    negative_rate: Share = 1.0
-    """Fraction of the negative candidates of a label that the label is learned from.
-    Logits are corrected by log(rate), so that probabilities refer to all candidates."""
 
     def __post_init__(self) -> None:
         for name, mask in self.label_masks.items():
             if name == mask:
                 raise ValueError(f"label_masks has '{name}' for itself")
-
-    @property
-    def correction(self) -> float:
-        """Value to add to the logits."""
-        return math.log(self.negative_rate)
 
 
 def resolve_masks(labels: Sequence[str], masks: Mapping[str, str]) -> list[int | None]:
@@ -60,8 +47,8 @@ def resolve_weights(labels: Sequence[str], weights: Mapping[str, float]) -> list
     return [weights.get(name, 1.0) for name in labels]
 
 
-def select_measured(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
-    """Return an (N, K) mask of the candidates on which each label is measured.
+def select_learned(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
+    """Return an (N, K) mask of the candidates on which labels are learned and measured.
 
     Args:
         labels: (N, K) labels.
@@ -72,26 +59,6 @@ def select_measured(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
         if mask is not None:
             selected[:, label] = labels[:, mask] > 0
     return selected
-
-
-def sample_learned(
-    labels: Tensor, masks: Sequence[int | None], rate: float
-) -> Tensor | None:
-    """Sample the candidates that each label is learned from in one step.
-
-    Args:
-        labels: (N, K) labels.
-        masks: (K,) index of the mask label of each label, from `resolve_masks`.
-        rate: Fraction of the negative candidates to sample. All labels of a candidate
-            share one random number.
-
-    Returns:
-        An (N, K) mask, or None if every label is learned from all candidates.
-    """
-    if rate == 1 and not any(mask is not None for mask in masks):
-        return None
-    sampled = torch.rand(len(labels), 1, device=labels.device) < rate
-    return select_measured(labels, masks) & ((labels > 0) | sampled)
 
 
 def label_loss(
@@ -106,7 +73,7 @@ def label_loss(
         logits: (N, K) logits.
         labels: (N, K) labels.
         weights: (K,) weights of the labels.
-        selected: (N, K) mask from `sample_learned`; None for all candidates. A label
+        selected: (N, K) mask from `select_learned`; None for all candidates. A label
             without candidates contributes 0.
     """
     terms = functional.binary_cross_entropy_with_logits(

@@ -102,8 +102,6 @@ class Model(nn.Module):
     comparisons."""
     choice: str = ""
     """Options that `fit_in_one_pass` chose on validation, as words."""
-    correction: float = 0.0
-    """Value added to logits to correct for the sampling of negatives."""
 
     def __init__(self, config: Any, catalogue: Any) -> None:
         super().__init__()

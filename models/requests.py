@@ -2,7 +2,7 @@
 
     requests = RetrievalRequests(bundle, model, catalogue, Settings())
     request = requests.request_class.model_validate({"history": ["B01", "B02"]})
-    batch = requests.collate([request])
+    batch = requests.collate_rows([requests.to_row(request)], max_history)
 
 A request becomes a row of `sequences`, which the dataset of the training decodes and
 collates (`models/<kind>/requests.py`). The MLflow models in `pipelines/serving` use
@@ -79,18 +79,6 @@ class ServedRequest(BaseModel):
 
     history: Ids
     """Item ids of the user's behaviours, oldest first."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_missing(cls, content: Any) -> Any:
-        """Leave out fields without a value, for which a frame has NaN."""
-        if not isinstance(content, dict):
-            return content
-        return {
-            name: value
-            for name, value in content.items()
-            if value is not None and not (isinstance(value, float) and value != value)
-        }
 
 
 class CandidateRequest(ServedRequest):

@@ -22,8 +22,8 @@ from torch import nn
 from core.errors import UserError
 from core.files import join
 from core.options import build, check_known
-from core.schemas import Inputs, SequencesInfo
-from core.tables import Table, open_table
+from core.schemas import Inputs
+from core.tables import Table
 from models import own_code, registry
 from models.custom_features import adopt_scales
 from models.dataset.dataset import Dataset, NewExamples
@@ -95,14 +95,12 @@ class TrainingRun:
             rank, world = 0, 1
         initial = None if last or not init else checkpoint.read(init)
         scales: dict[str, Any] | None = None
-        messages: list[str] = []
         since = 0  # time in ms from which all training examples are used
         if last:
             scales, since = last.learned.get("scales"), last.learned.get("since", 0)
         elif initial:
             if "scales" in initial.learned:
-                info = open_table(inputs.sequences, SequencesInfo).info
-                scales, messages = adopt_scales(initial.learned["scales"], info.custom)
+                scales = adopt_scales(initial.learned["scales"])
             if fit.replay_fraction < 1:
                 since = initial.learned.get("until") or 0
         catalogue = load_catalogue(config.name, inputs, scales)
@@ -116,11 +114,12 @@ class TrainingRun:
             newer = f" newer than the training of {init or 'this run'}" if since else ""
             raise UserError(f"{inputs.sequences} has no train request{newer}")
         val = Dataset.load(module, catalogue, "val", rank, world)
+        messages: list[str] = []
         if initial and init:
-            changes = load_extended_weights(
+            messages = [f"weights of {init}"]
+            messages += load_extended_weights(
                 module, init, initial, catalogue.num_items, trains=True
             )
-            messages = [f"weights of {init}", *changes, *messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
         learned_per_example = train.examples.num_learned / len(train)
         # After `prepare_training`: the teacher's outputs cover all examples, as other

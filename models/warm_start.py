@@ -80,9 +80,8 @@ def load_extended_weights(
         uri: Path or URI of the checkpoint.
         metadata: `config.json` of the checkpoint.
         num_items: Number of items of the new tables.
-        trains: Whether the model is trained next. Parameters that the old training
-            could not learn are then initialised from the new tables: scales of constant
-            features, and biases of tasks without positives or without negatives.
+        trains: Whether the model is trained next. The scales of constant features,
+            which the old training could not learn, are then those of the new tables.
 
     Returns:
         Messages about new values and items.
@@ -96,7 +95,6 @@ def load_extended_weights(
     messages = []
     if trains:
         messages += replace_constant_scales(model, saved)
-        messages += replace_unlearned_biases(model, saved, metadata)
     modules = {
         path: module
         for path, module in model.named_modules()
@@ -185,39 +183,6 @@ def replace_constant_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[
             "new tables"
             for name in module.replace_constant_scales(mean, std)
         ]
-    return messages
-
-
-def replace_unlearned_biases(
-    model: Any, saved: dict[str, Tensor], metadata: Checkpoint
-) -> list[str]:
-    """Replace saved biases that the old training could not learn.
-
-    A task without positives or without negatives teaches its bias nothing. If the new
-    training events have both, the new model's bias, initialised from their rate,
-    replaces the saved bias.
-
-    Args:
-        model: Model on the new tables.
-        saved: Weights of the checkpoint, which are changed in place.
-        metadata: `config.json` of the checkpoint.
-
-    Returns:
-        Messages that name the tasks.
-    """
-    old_rates = metadata.learned.get("scales", {}).get("rates", {})
-    messages = []
-    # not strict: search models have labels, but no rates
-    new_rates = zip(model.labels, model.train_rates, strict=False)
-    for index, (task, new_rate) in enumerate(new_rates):
-        old_rate = old_rates.get(task)
-        if old_rate in (0, 1) and 0 < new_rate < 1:
-            bias = model.get_parameter("head.bias")
-            saved["head.bias"][index] = bias[index].detach()
-            messages.append(
-                f"task {task} was {old_rate:g} for all candidates before: its bias is "
-                f"initialised from its rate, {new_rate:.4f}"
-            )
     return messages
 
 

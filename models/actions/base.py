@@ -32,7 +32,7 @@ from models.label_loss import (
     label_loss,
     resolve_masks,
     resolve_weights,
-    sample_learned,
+    select_learned,
 )
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
@@ -41,9 +41,6 @@ from models.warm_start import EmbeddingTables
 
 CONTENT_FIELDS = ("numbers", "categories", "text")
 """Content of an item, by which an item without an id is described."""
-
-HASH_FACTOR = 0x9E3779B1
-"""Factor of Knuth's multiplicative hash: 2^32 divided by the golden ratio."""
 
 
 @dataclass(config=STRICT)
@@ -73,12 +70,10 @@ class ActionsConfig(LabelOptions):
     """Inner width of a task's tower."""
     dropout: Dropout = 0.1
     """Dropout rate in blocks and head."""
-    item_ids: Literal["learned", "hashed", "none"] = "learned"
+    item_ids: Literal["learned", "none"] = "learned"
     """Embedding of an item's id, which is added to the item's attributes. `learned` has
-    an embedding per item, `hashed` shares `id_buckets` embeddings, `none` has no id,
-    for feeds of new items (the features of Sec. 2 of the paper have no id)."""
-    id_buckets: PositiveInt = 4096
-    """Number of embeddings of hashed ids."""
+    an embedding per item, `none` has no id, for feeds of new items (the features of
+    Sec. 2 of the paper have no id)."""
     id_dropout: Dropout = 0.0
     """Share of the events whose id is replaced by the unknown id, a vector of zeros, in
     training. Above 0, all id embeddings are initialised with zeros, so that an item
@@ -136,7 +131,6 @@ class ItemNetwork(EmbeddingTables):
     def __init__(self, catalogue: ActionsCatalogue, config: ActionsConfig) -> None:
         super().__init__()
         num_items, width = catalogue.num_items, config.width
-        self.buckets = config.id_buckets if config.item_ids == "hashed" else 0
         self.id_dropout, self.has_ids = config.id_dropout, config.item_ids != "none"
         for name in CONTENT_FIELDS:
             table = getattr(catalogue, name)
@@ -146,7 +140,7 @@ class ItemNetwork(EmbeddingTables):
                 persistent=name != "text",
             )
         num_categories = self.categories.shape[1]
-        table_sizes = [self.buckets or num_items] if self.has_ids else []
+        table_sizes = [num_items] if self.has_ids else []
         table_sizes += [int(column.max()) + 1 for column in self.categories.T]
         table_sizes += [len(values) + 1 for values in catalogue.viewers.values()]
         self.viewers = len(catalogue.viewers)
@@ -205,10 +199,7 @@ class ItemNetwork(EmbeddingTables):
             viewer = item.new_zeros(*item.shape, self.viewers)
         keys = []
         if self.has_ids:
-            ids = item if new is None else item.clamp(max=num_items - 1)
-            if self.buckets:
-                ids = (ids * HASH_FACTOR & 0xFFFFFFFF) % self.buckets
-            keys.append(ids)
+            keys.append(item if new is None else item.clamp(max=num_items - 1))
         keys += [
             *self.gather_content("categories", item, new).unbind(-1),
             *viewer.unbind(-1),
@@ -268,7 +259,6 @@ class FusionModel(ActionsModel):
         self.labels, self.train_rates = catalogue.labels, catalogue.train_rates
         self.weights = resolve_weights(self.labels, config.label_weights)
         self.masks = resolve_masks(self.labels, config.label_masks)
-        self.correction = config.correction
         self.items = ItemNetwork(catalogue, config)
         self.needs_ids = self.items.has_ids and not config.id_dropout
         self.actions = build_projection(len(catalogue.actions), config.width)
@@ -287,7 +277,7 @@ class FusionModel(ActionsModel):
             # predict each task's rate at first, which has a normalised entropy of 1
             logits = torch.tensor(self.train_rates).logit(eps=1e-4)
             with torch.no_grad():
-                self.head.bias.copy_(logits - config.correction)
+                self.head.bias.copy_(logits)
         self.build_fusion(config)
 
     def build_fusion(self, config: Any) -> None:
@@ -349,7 +339,7 @@ class FusionModel(ActionsModel):
         raise NotImplementedError
 
     def logits(self, batch: ActionsBatch, *, history: bool) -> Tensor:
-        """Return logits, without the correction for `negative_rate`.
+        """Return logits.
 
         Args:
             batch: Batch of users.
@@ -377,7 +367,7 @@ class FusionModel(ActionsModel):
     def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) logits of the valid candidates of all users, row by row."""
         logits = self.logits(batch, history=False)
-        return logits[batch.candidate_valid] + self.correction
+        return logits[batch.candidate_valid]
 
     def forward(self, batch: ActionsBatch) -> dict[str, Tensor]:
         """Return the loss of a batch.
@@ -397,9 +387,7 @@ class FusionModel(ActionsModel):
         label = label.flatten(0, 1)
         # a mask and no selection, since the size of a selection would synchronise a GPU
         is_learned = is_event_learned.flatten()[:, None].expand_as(label)
-        is_sampled = sample_learned(label, self.masks, self.config.negative_rate)
-        if is_sampled is not None:
-            is_learned = is_learned & is_sampled
+        is_learned = is_learned & select_learned(label, self.masks)
         loss = label_loss(logits, label, self.weights, is_learned)
         is_event = torch.cat([batch.valid, batch.candidate_valid], 1)
         return {"loss": loss, "padding": 1 - is_event.float().mean()}

@@ -35,7 +35,6 @@ from core.options import STRICT, NamedConfig
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.layers.standardised import Standardised
 
 
 @dataclass(config=STRICT)
@@ -73,8 +72,6 @@ class BaseRate(ActionsModel):
         self.labels = catalogue.labels
         self.train_rates = catalogue.train_rates
         self.masks = [None] * len(self.labels)
-        # a served request's missing features are filled with its means
-        self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
         shape = catalogue.num_items, len(self.labels)
         self.register_buffer("events", torch.zeros(shape[0], dtype=torch.float64))
         self.register_buffer("done", torch.zeros(shape, dtype=torch.float64))

@@ -29,7 +29,6 @@ from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
 from models.boosting import BoostedTrees, TreeConfig, concat_batches, grow_trees
-from models.layers.standardised import Standardised
 
 
 @dataclass(config=STRICT)
@@ -59,8 +58,6 @@ class BoostedActions(BoostedTrees, ActionsModel):
         self.labels = catalogue.labels
         self.train_rates = catalogue.train_rates
         self.masks = [None] * len(self.labels)
-        # a served request's missing features are filled with its means
-        self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
         self.num_custom_numbers = len(catalogue.custom_features.numbers)
         num_items = catalogue.num_items
         for name in ("numbers", "categories"):

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.actions.batch import ActionsBatch
-from models.label_loss import select_measured
+from models.label_loss import select_learned
 from models.metrics import ranking_metrics
 from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import (
@@ -60,7 +60,7 @@ def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]
     logits = model.score(batch).float()  # (N, K)
     valid = batch.candidate_valid  # (B, C)
     label = batch.candidate_label[valid]  # (N, K)
-    is_measured = select_measured(label, model.masks)  # (N, K)
+    is_measured = select_learned(label, model.masks)  # (N, K)
     row = torch.arange(len(valid), device=valid.device)  # (B,)
     user = row[:, None].expand_as(valid)[valid]  # (N,)
     sums: dict[str, Any] = {
@@ -70,11 +70,7 @@ def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]
         candidates = is_measured[:, task]
         task_label = label[candidates, task]
         sums |= ranking_sums(
-            logits[candidates, task],
-            task_label,
-            user[candidates],
-            f"{name}/",
-            model.correction,
+            logits[candidates, task], task_label, user[candidates], f"{name}/"
         )
         # with a mask, the rate among measured candidates is not the training rate
         if model.train_rates and model.masks[task] is None:

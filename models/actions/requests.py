@@ -364,7 +364,7 @@ class ActionsRequests(Requests):
         """Columns of items that the model reads: attributes and parts of the text."""
         self.cache: TextCache[str] = TextCache()
         super().__init__(folder, model, catalogue, settings)
-        self.feature_mean = model.features.mean.numpy()
+        self.feature_mean = catalogue.feature_mean.numpy()
         info: ActionsInfo = self.info
         self.no_action = np.zeros(len(info.actions), np.float32)
         viewers = [CATEGORY + name for name in info.viewers]

@@ -9,16 +9,13 @@ Public libraries differ in their definitions. Here:
   pairs in which the positive has the higher score. Ties count as half, so equal scores
   throughout give 0.5.
 - `gauc` is the unweighted mean of AUC over the requests that have both labels, as in
-  the QGS paper. `requests_one_class` counts the other requests. `gauc_by_impressions`
-  weights the same requests by their number of candidates.
+  the QGS paper. `requests_one_class` counts the other requests.
 - `auc` covers all candidates, computed from histograms of logits that can be added.
-  It is exact (`auc_error` 0) for up to `MAX_EXACT_LOGITS` distinct logits. Beyond,
-  neighbouring logits share a bin and count as tied; `auc_error` bounds the difference
-  from the exact AUC.
+  It is exact for up to `MAX_EXACT_LOGITS` distinct logits. Beyond, neighbouring logits
+  share a bin and count as tied.
 - `log_loss` is in nats. `normalised_entropy` is the log loss divided by the entropy of
   the base rate. `calibration` is the sum of predicted probabilities divided by the
-  number of positives. `calibration_uncorrected` is the calibration before the
-  correction of logits for sampled negatives (`models/label_loss.py`).
+  number of positives.
 - An undefined metric is NaN, and a warning says why. NaN becomes null in JSON, no point
   in MLflow, and a dash in tables.
 
@@ -53,9 +50,7 @@ EXAMPLES = "examples"
 
 METRIC_NAMES = (
     "gauc",
-    "gauc_by_impressions",
     "auc",
-    "auc_error",
     "log_loss",
     "normalised_entropy",
     "calibration",
@@ -68,7 +63,6 @@ METRIC_NAMES = (
 
 UNDEFINED = {
     "gauc": "no request has both labels",
-    "gauc_by_impressions": "no request has both labels",
     "auc": "all labels are the same",
     "log_loss": "there are no candidates",
     "normalised_entropy": "all labels are the same",
@@ -244,22 +238,17 @@ class Histogram:
         counts = all_counts.new_zeros(2, len(keys)).index_add(1, index, all_counts)
         return Histogram((HistogramChunk(keys, counts, dropped + newly_dropped),))
 
-    def auc(self) -> tuple[float, float]:
-        """Return the AUC and a bound on its binning error.
-
-        Both are NaN if only one class is present.
-        """
+    def auc(self) -> float:
+        """Return the AUC, NaN if only one class is present."""
         (merged,) = self.merge().chunks
         negatives, positives = merged.counts  # (n,) each, by ascending logit
         num_pairs = float(negatives.sum() * positives.sum())
         if not num_pairs:
-            return math.nan, math.nan
+            return math.nan
         tied_pairs = float((negatives * positives).sum())
         negatives_below = negatives.cumsum(0) - negatives
         ordered_pairs = float((positives * negatives_below).sum())
-        auc = (ordered_pairs + tied_pairs / 2) / num_pairs
-        error = tied_pairs / 2 / num_pairs if merged.dropped_bits else 0.0
-        return auc, error
+        return (ordered_pairs + tied_pairs / 2) / num_pairs
 
     def auc_within_groups(self) -> float:
         """Return the share of ordered pairs among the pairs of one group.
@@ -290,7 +279,6 @@ def ranking_sums(
     labels: Tensor,
     request: Tensor,
     prefix: str = "",
-    correction: float = 0.0,
 ) -> dict[str, Any]:
     """Compute the sums over a batch from which `ranking_means` computes metrics.
 
@@ -300,8 +288,6 @@ def ranking_sums(
         request: (N,) index of each candidate's request. The batch has all candidates of
             its requests.
         prefix: Prefix of the names of the sums.
-        correction: Value that was added to the logits to correct for sampled negatives;
-            0 for none.
     """
     logits, labels = check_finite(logits.double()), labels.double()
     auc, valid = request_auc(logits, labels, request)
@@ -310,16 +296,12 @@ def ranking_sums(
     sums: dict[str, Any] = {
         "request_auc": auc[valid].sum(),
         "requests_both": valid.sum(),
-        "impression_auc": (auc * size)[valid].sum(),
-        "impressions_both": size[valid].sum(),
         "requests": (size > 0).sum(),
         "candidates": torch.tensor(len(logits)),
         "positives": labels.sum(),
         "predicted": torch.sigmoid(logits).sum(),
         "loss": loss,
     }
-    if correction:
-        sums["predicted_uncorrected"] = torch.sigmoid(logits - correction).sum()
     sums = {name: value.double() for name, value in sums.items()}
     sums["histogram"] = Histogram.from_logits(logits, labels)
     return {prefix + name: value for name, value in sums.items()}
@@ -343,7 +325,6 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         return numerator / denominator if denominator > 0 else math.nan
 
     count, positives = total("candidates"), total("positives")
-    auc, error = sums[prefix + "histogram"].auc()
     loss = ratio(total("loss"), count)
     rate = ratio(positives, count)
     entropy = 0.0
@@ -351,11 +332,7 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
     metrics = {
         "gauc": ratio(total("request_auc"), total("requests_both")),
-        "gauc_by_impressions": ratio(
-            total("impression_auc"), total("impressions_both")
-        ),
-        "auc": auc,
-        "auc_error": error,
+        "auc": sums[prefix + "histogram"].auc(),
         "log_loss": loss,
         "normalised_entropy": ratio(loss, entropy),
         "calibration": ratio(total("predicted"), positives),
@@ -371,8 +348,6 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
     ]
     if undefined:
         warnings.warn(f"not defined: {'; '.join(undefined)}", stacklevel=2)
-    if prefix + "predicted_uncorrected" in sums and positives:
-        metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
     return {prefix + name: value for name, value in metrics.items()}
 
 
@@ -388,7 +363,7 @@ def summarize(
         names: Metrics to show, in order; the calibration is shown after them.
         unit: Groups over which `gauc` averages: "requests" or "users".
     """
-    names = (*names, "calibration", "calibration_uncorrected")
+    names = (*names, "calibration")
     prefixes = sorted(
         name.removesuffix("requests_one_class")
         for name in metrics

@@ -21,7 +21,7 @@ Shapes: `E` behaviours, `U` users, `n` examples, `m` requests of the split; `B` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -299,10 +299,6 @@ class RetrievalRequest(ServedRequest):
 
     user_id: UserId = ""
 
-    def to_row(self, items: Sequence[int]) -> dict[str, Any]:
-        """Return a row of `sequences`, with the history as `item_index`."""
-        return {"user_id": self.user_id, "item_index": items, "requests": []}
-
 
 class CatalogueOptions(BaseModel):
     """Options of all requests of a call to a model that ranks the catalogue."""
@@ -329,9 +325,7 @@ class RetrievalRequests(Requests):
         """Return the `item_index` of ids, without ids outside the catalogue."""
         return [self.index[item] for item in ids if item in self.index]
 
-    def collate(self, requests: Sequence[RetrievalRequest], max_history: int) -> Batch:
-        """Return the batch of requests, each with an item of the catalogue."""
-        rows = [
-            request.to_row(self.find_items(request.history)) for request in requests
-        ]
-        return self.collate_rows(rows, max_history)
+    def to_row(self, request: RetrievalRequest) -> dict[str, Any]:
+        """Return a row of `sequences`, without items outside the catalogue."""
+        items = self.find_items(request.history)
+        return {"user_id": request.user_id, "item_index": items, "requests": []}

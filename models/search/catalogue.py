@@ -13,11 +13,10 @@ Shapes: `I` items, `Q` queries, `P` pairs of item and query, `F` features, `K` l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import join
-from core.ragged import lengths_to_offsets
+from core.ragged import find_sorted, lengths_to_offsets
 from core.schemas import (
     CustomFeatures,
     Inputs,
@@ -35,10 +34,11 @@ from core.schemas import (
 from core.tables import (
     Table,
     find_table,
+    read_parquet,
     table_hashes,
 )
 from models.custom_features import CUSTOM_KEY, rescale
-from models.dataset.columns import Columns, open_columns, request_columns
+from models.dataset.columns import request_columns
 from models.text.text_tables import open_vectors, read_vectors, root_mean_square
 
 NO_QUERY = -1
@@ -70,25 +70,17 @@ class SearchText:
     """(P,) the `pair_key` of each pair, ascending."""
     pairs: NDArray[np.float32]
     """(P, W) vectors of document and query together."""
-    joint: NDArray[np.float32]
-    """(P, W) outputs of the encoder at [SEP] over query and document, which depend on
-    the document; (P, 0) if jobs.encode did not write them."""
     documents: DocumentTokens | None = None
     """Tokens of the documents; None for TF-IDF."""
-    is_complete: bool = True
-    """Whether a pair without a vector is an error. Otherwise the vector of its document
-    alone is used."""
 
     @classmethod
     def empty(cls, num_items: int, num_queries: int) -> Self:
         """Return text of width 0, for models that read no text."""
-        no_pairs = np.zeros((0, 0), np.float32)
         return cls(
             items=torch.zeros(num_items, 0),
             queries=np.zeros((num_queries, 0), np.float32),
             pair_keys=np.zeros(0, np.int64),
-            pairs=no_pairs,
-            joint=no_pairs,
+            pairs=np.zeros((0, 0), np.float32),
         )
 
     @classmethod
@@ -101,9 +93,8 @@ class SearchText:
         """
         texts = [versions[f"text_{name}"] for name in SearchCatalogue.tables["text"]]
         tokens = find_table(join(uri, "tokens"), TokensInfo)
-        # the encoder, and the settings that all tables share
         settings = [
-            (table.inputs.get("encoder"), {**table.config, "query_condition": None})
+            (table.inputs.get("encoder"), table.config)
             for table in (*texts, tokens)
             if table
         ]
@@ -132,13 +123,11 @@ class SearchText:
             pairs.get("query_index", no_index),
             num_queries,
         )
-        num_pairs = len(pair_keys)
         return cls(
             items=documents,
             queries=queries,
             pair_keys=pair_keys,
-            pairs=pairs.get("embedding", np.zeros((num_pairs, width), np.float32)),
-            joint=pairs.get("joint", np.zeros((num_pairs, 0), np.float32)),
+            pairs=pairs.get("embedding", np.zeros((0, width), np.float32)),
             documents=token_lists,
         )
 
@@ -151,6 +140,24 @@ class SearchText:
     def num_queries(self) -> int:
         """Number Q of encoded queries."""
         return len(self.queries)
+
+    def read_queries(self, query: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the vectors (q, W) of queries."""
+        return self.queries[query]
+
+    def read_pairs(
+        self, item: NDArray[np.int64], query: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Return the vectors (n, W) of pairs, and a mask (n,) that is true."""
+        keys = pair_key(item, query, self.num_queries)
+        row, is_encoded = find_sorted(self.pair_keys, keys)
+        if not is_encoded.all():
+            index = np.argmin(is_encoded)
+            raise UserError(
+                f"the text has no embedding of item {item[index]} with query "
+                f"{query[index]}"
+            )
+        return self.pairs[row], is_encoded
 
 
 @dataclass(frozen=True)
@@ -210,8 +217,9 @@ class SearchCatalogue:
         )
 
     def scales(self) -> dict[str, Any]:
-        """Return the scales of text and custom numbers, which a checkpoint stores."""
+        """Return the scales of text and numbers, which a checkpoint stores."""
         return {
+            "feature_mean": self.feature_mean.tolist(),
             CUSTOM_KEY: [asdict(number) for number in self.custom_features.numbers],
             "text_size": self.text_size,
         }
@@ -229,17 +237,18 @@ class SearchCatalogue:
             inputs: Folders of the tables, and of texts; without it text has width 0.
             scales: Result of `scales()` stored in a checkpoint: the text size and the
                 scales of custom numbers, in place of those of these tables.
-            manifest_only: Whether to leave out mean and standard deviation of the
-                built-in features, which are computed from the train split. A served
-                model has them in its checkpoint.
+            manifest_only: Whether the means of the built-in features are those of the
+                checkpoint; they are computed from the train split otherwise.
         """
         versions = inputs.versions(cls.tables, SearchInfo)
         info: SearchInfo = versions["sequences"].info
         items, num_queries = versions["items"], versions["queries"].rows
-        custom_features = rescale(info.custom, scales or {})
+        scales = scales or {}
+        custom_features = rescale(info.custom, scales)
         num_features = len(info.features)
-        mean, std = torch.zeros(num_features), torch.ones(num_features)
-        if not manifest_only:
+        if manifest_only:
+            mean, std = torch.tensor(scales["feature_mean"]), torch.ones(num_features)
+        else:
             mean, std = _feature_scale(versions["sequences"], num_features)
         search_text = (
             SearchText.load(inputs.text, versions)
@@ -252,7 +261,7 @@ class SearchCatalogue:
             labels=tuple(info.labels),
             features=(*info.features, *custom_features.names),
             text=search_text,
-            text_size=(scales or {}).get("text_size", 0.0),
+            text_size=scales.get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,
             custom_features=custom_features,
@@ -281,31 +290,15 @@ def _feature_scale(
     They are those of the first part that has any: a user's part is a hash of the id, so
     a part is a random sample.
     """
-
-    def measure(table: pa.Table) -> Columns:
-        """Measure the features of the train candidates of one part, if it has some."""
+    for uri in sequences.part_uris():
+        table = read_parquet(uri, request_columns("split", "features"))
         requests = table["requests"].combine_chunks().flatten()
         train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
         vectors = pc.struct_field(train, "features").flatten().to_numpy()
         values = vectors.reshape(-1, max(1, num_features))[:, :num_features]
-        if not len(values):
-            return {"mean": values, "std": values}
-        features = torch.from_numpy(values.astype(np.float64))
-        std = features.std(0, correction=0)
-        std = torch.where(std > 1e-6, std, 0.0).float()
-        return {
-            "mean": features.mean(0).float().numpy()[None],
-            "std": std.numpy()[None],
-        }
-
-    for part in sequences.files:
-        scale = open_columns(
-            replace(sequences, files=[part]),
-            "feature_scale",
-            request_columns("split", "features"),
-            measure,
-            num_features,
-        )
-        if len(scale["mean"]):
-            return torch.tensor(scale["mean"][0]), torch.tensor(scale["std"][0])
+        if len(values):
+            features = torch.from_numpy(values.astype(np.float64))
+            std = features.std(0, correction=0)
+            std = torch.where(std > 1e-6, std, 0.0)
+            return features.mean(0).float(), std.float()
     raise UserError(f"{sequences.uri} has no train request")

@@ -142,19 +142,12 @@ def copy_pretrained(encoder: CausalBert, path: str) -> None:
         encoder: Encoder that is changed in place.
         path: Folder or name of the pretrained BERT, or `minilm`.
     """
-    bert, pretrained = encoder.bert, load_pretrained(path)
-    bert.encoder.load_state_dict(pretrained.encoder.state_dict())
-    length = bert.config.max_position_embeddings
-    positions = pretrained.embeddings.position_embeddings.weight
-    if length > len(positions):
+    weights = load_pretrained(path).state_dict()
+    name = "embeddings.position_embeddings.weight"
+    length = encoder.bert.config.max_position_embeddings
+    if length > len(weights[name]):
         raise UserError(
-            f"max_history {length} exceeds the {len(positions)} positions of {path}"
+            f"max_history {length} exceeds the {len(weights[name])} positions of {path}"
         )
-    with torch.no_grad():
-        bert.embeddings.position_embeddings.weight.copy_(positions[:length])
-        bert.embeddings.token_type_embeddings.weight.copy_(
-            pretrained.embeddings.token_type_embeddings.weight
-        )
-        bert.embeddings.LayerNorm.load_state_dict(
-            pretrained.embeddings.LayerNorm.state_dict()
-        )
+    weights[name] = weights[name][:length]
+    encoder.bert.load_state_dict(weights, strict=False)

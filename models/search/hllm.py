@@ -70,26 +70,18 @@ class ItemTower(nn.Module):
         if documents is None:
             raise UserError("the text has no tokens for an item tower to read")
         config = AutoConfig.for_model(**model)
-        lengths = documents.begin.diff()
-        required = {
-            "vocab_size": int(documents.tokens.max()) + 1,
-            "max_position_embeddings": int(lengths.max()),
-        }
-        sizes = {
-            name: getattr(config, name, None) or number
-            for name, number in required.items()
-        }
-        is_too_small = any(sizes[name] < required[name] for name in required)
-        if catalogue.text.width != config.hidden_size or is_too_small:
+        if catalogue.text.width != config.hidden_size:
             raise UserError(
-                f"the text needs width {catalogue.text.width} and at least {required}, "
-                f"the item tower has width {config.hidden_size} and {sizes}"
+                f"the text has width {catalogue.text.width}, the item tower "
+                f"{config.hidden_size}"
             )
         self.encoder = remove_pooler(AutoModel.from_config(config))
         self.pooling = documents.pooling
         self.register_buffer("tokens", documents.tokens, persistent=False)
         self.register_buffer("begin", documents.begin, persistent=False)
-        self.lengths = lengths  # (I,), on the CPU, where chunk boundaries are computed
+        self.lengths = (
+            documents.begin.diff()
+        )  # (I,), on the CPU, where chunk boundaries are computed
 
     def forward(self, item: Tensor) -> Tensor:
         """Return the embeddings (..., W) of the documents of `item` (...).
@@ -164,7 +156,7 @@ class HLLMConfig(QGSConfig):
     """Whether a behaviour's token has its features; HLLM has none."""
     group_attention: bool = False
     """HFG-Attention over groups of features; HLLM has none."""
-    query_condition: Literal["query", "joint", "none"] = "none"
+    query_condition: Literal["query", "none"] = "none"
     """Inputs of the prediction head about the next query: none in HLLM."""
     item_tower: str = field(default="", metadata={"names": "encoder"})
     """Encoder of jobs.encode (folder, name, or `minilm`) that is fine-tuned as the item

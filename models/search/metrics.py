@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from models.label_loss import select_measured
+from models.label_loss import select_learned
 from models.metrics import ranking_metrics
 from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import (
@@ -52,14 +52,14 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(batch.request_row)), dtype=torch.float64)
     }
-    is_measured = select_measured(batch.labels, model.masks)  # (N, K)
+    is_measured = select_learned(batch.labels, model.masks)  # (N, K)
     logits = model.score(batch).float()
     for i, label in enumerate(model.labels):
         prefix = f"{label}/" if i else ""
         candidates = is_measured[:, i]
         label_logits, labels = logits[candidates, i], batch.labels[candidates, i]
         request = batch.candidate_request[candidates]
-        sums |= ranking_sums(label_logits, labels, request, prefix, model.correction)
+        sums |= ranking_sums(label_logits, labels, request, prefix)
         if by_user and not prefix:
             position = batch.candidate_position[candidates].clamp(min=0)
             sums[WITHIN_POSITIONS] = Histogram.by_group(label_logits, labels, position)

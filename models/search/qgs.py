@@ -19,7 +19,6 @@ width of the reduced text, `F` features, `K` labels.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any, Literal, cast
@@ -30,7 +29,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from core.errors import UserError
 from core.options import STRICT
 from models.label_loss import label_loss
 from models.layers.hstu import HSTULayer
@@ -71,9 +69,9 @@ class QGSConfig(RankerConfig):
     context_features: bool = True
     """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in
     pair tok." of Table 3)."""
-    query_condition: Literal["query", "joint", "none"] = "query"
+    query_condition: Literal["query", "none"] = "query"
     """Text of the next query that the prediction head reads (Eq. 3): `query` encodes
-    the query alone. `joint` is the paper's literal [SEP] output, which leaks the
+    the query alone, since the paper's [SEP] output over query and document has seen the
     document to predict. `none` reads no query."""
     infonce_weight: NonNegativeFloat = 0.1
     """Weight of the InfoNCE loss, which is added to the ranking loss; 0 disables it.
@@ -125,7 +123,7 @@ class HSTUConfig(QGSConfig):
     """Width of the encoder."""
     token: Literal["pair", "item"] = "item"
     """Text of a behaviour: the document alone."""
-    query_condition: Literal["query", "joint", "none"] = "none"
+    query_condition: Literal["query", "none"] = "none"
     """Text of the next query that the prediction head reads: none."""
     group_attention: bool = False
     """HFG-Attention over groups of features; HSTU has none."""
@@ -142,17 +140,6 @@ class QGS(Ranker):
         super().__init__(
             config, catalogue, sequence_width=config.width, match=config.match
         )
-        if config.query_condition == "joint":
-            if not catalogue.text.joint.shape[1]:
-                raise UserError(
-                    "query_condition is joint, but the text has no joint vectors",
-                    "text",
-                )
-            warnings.warn(
-                "query_condition 'joint' leaks the document to predict into the query "
-                "condition, as in the paper",
-                stacklevel=2,
-            )
         self.reads_times = config.encoder == "hstu"  # biases by time difference
         self.reads_history_queries = (
             config.token == "pair" or config.query_condition != "none"
@@ -236,7 +223,7 @@ class QGS(Ranker):
 
         Args:
             states: (..., D) states before the item.
-            text: (n, W) vectors of queries, or joint vectors of queries and items.
+            text: (n, W) vectors of queries.
             row: (...) row of the next item's query in `text`.
 
         Returns:
@@ -254,17 +241,10 @@ class QGS(Ranker):
             batch: Batch of requests.
         """
         request = batch.candidate_request
-        if self.config.query_condition == "joint":
-            # joint vectors differ by candidate
-            states = functional.embedding(request, request_states)
-            sequence = self.predict_next(
-                states, batch.joint_text, batch.candidate_pair_text
-            )
-        else:
-            predictions = self.predict_next(
-                request_states, batch.query_text, batch.request_query_text
-            )  # (R, D)
-            sequence = functional.embedding(request, predictions)
+        predictions = self.predict_next(
+            request_states, batch.query_text, batch.request_query_text
+        )  # (R, D)
+        sequence = functional.embedding(request, predictions)
         if not self.config.match:
             return self.rank(batch, sequence)
         document = self.target(self.embed_documents(batch.candidate))
@@ -291,8 +271,7 @@ class QGS(Ranker):
         """Return (N, K) logits, from one encoder pass per row."""
         states = self.encode_history(batch, self.history_tokens(batch))
         request_states = self.request_states(states, batch)
-        logits = self.rank_from_states(request_states, batch)
-        return logits + self.config.correction
+        return self.rank_from_states(request_states, batch)
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
         """Return the losses of a batch.
@@ -300,7 +279,7 @@ class QGS(Ranker):
         Returns:
             `loss`, which is `ranking` + `infonce_weight` * `infonce`, and both terms.
         """
-        batch, is_learned = self.sample_candidates(batch)
+        batch, is_learned = self.select_candidates(batch)
         tokens = self.history_tokens(batch)
         states = self.encode_history(batch, tokens)
         request_states = self.request_states(states, batch)
@@ -332,10 +311,8 @@ class QGS(Ranker):
         item = batch.history[:, 1:]
         position = torch.arange(1, batch.history.shape[1], device=item.device)
         is_target = (item >= 0) & (position >= batch.history_new[:, None])
-        text, text_row = batch.query_text, batch.history_query_text
-        if self.config.query_condition == "joint":
-            text, text_row = batch.joint_text, batch.history_pair_text
-        z = self.predict_next(states[:, :-1], text, text_row[:, 1:])
+        query_row = batch.history_query_text[:, 1:]
+        z = self.predict_next(states[:, :-1], batch.query_text, query_row)
         if self.config.next_item == "document":
             v = self.target(self.embed_documents(item))
         else:

@@ -25,7 +25,7 @@ from models.label_loss import (
     label_loss,
     resolve_masks,
     resolve_weights,
-    sample_learned,
+    select_learned,
 )
 from models.layers.hstu import HSTULayer
 from models.layers.standardised import Standardised
@@ -105,7 +105,7 @@ class TextProjection(nn.Module):
         Without text they have width 0.
 
         Args:
-            vectors: (n, W) vectors of queries, or joint vectors of queries and items.
+            vectors: (n, W) vectors of queries.
             row: (...) row of each query in `vectors`.
         """
         if not self.has_text:
@@ -248,7 +248,6 @@ class Ranker(SearchModel):
         self.labels = catalogue.labels
         self.weights = resolve_weights(self.labels, config.label_weights)
         self.masks = resolve_masks(self.labels, config.label_masks)
-        self.correction = config.correction
         self.text = TextProjection(catalogue, config.text_width)
         self.scale = FeatureScaler(catalogue, CATEGORY_WIDTH, config.category_dropout)
         unknown = catalogue.unknown_when_ranking
@@ -349,16 +348,16 @@ class Ranker(SearchModel):
         return torch.cat([tower(fused) for tower in self.towers], 1)
 
     def score(self, batch: SearchBatch) -> Tensor:
-        """Return (N, K) logits, corrected for the sampling of negatives."""
-        return self.rank(batch) + self.config.correction
+        """Return (N, K) logits of the candidates."""
+        return self.rank(batch)
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
         """Return the ranking `loss`: weighted binary cross-entropy of all labels."""
-        batch, is_learned = self.sample_candidates(batch)
+        batch, is_learned = self.select_candidates(batch)
         logits = self.rank(batch)
         return {"loss": label_loss(logits, batch.labels, self.weights, is_learned)}
 
-    def sample_candidates(
+    def select_candidates(
         self, batch: SearchBatch
     ) -> tuple[SearchBatch, Tensor | None]:
         """Select the candidates and labels of this training step.
@@ -368,12 +367,10 @@ class Ranker(SearchModel):
             (N, K) of the labels to learn, or None if all labels are learned. A padded
             batch keeps its shape and all candidates.
         """
-        is_learned = sample_learned(batch.labels, self.masks, self.config.negative_rate)
+        is_learned = select_learned(batch.labels, self.masks)
         if batch.is_padded:
-            is_valid = batch.candidate_valid[:, None].expand_as(batch.labels)
-            mask = is_valid if is_learned is None else is_valid & is_learned
-            return batch, mask
-        if is_learned is None:
+            return batch, is_learned & batch.candidate_valid[:, None]
+        if not self.config.label_masks:
             return batch, None
         is_candidate_learned = is_learned.any(1)
         return batch.select("N", is_candidate_learned), is_learned[is_candidate_learned]

@@ -6,8 +6,9 @@ Shapes: `q` queries, `n` pairs of item and query, `W` width of text.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,119 +21,109 @@ NO_ITEM = -1
 """Item of a query alone, in the keys of encoded texts."""
 
 
+@dataclass(frozen=True)
 class RequestText:
-    """Text vectors of served requests, read from tables or encoded and cached."""
+    """The text vectors of a batch of served requests, in place of a `SearchText`.
 
-    def __init__(
-        self,
-        text: SearchText,
-        queries: Sequence[str],
-        encoder: TextEncoder | TfidfEncoder | None = None,
-        documents: Sequence[str] = (),
-    ) -> None:
-        """Index the queries of the catalogue.
+    The queries of the catalogue have their `query_index`, and those that only the
+    requests have the numbers after it.
+    """
 
-        Args:
-            text: Vectors of the catalogue.
-            queries: Queries of the catalogue, by `query_index`.
-            encoder: Encoder that made the vectors. Without an encoder, text that is
-                not in the catalogue has no vector.
-            documents: Texts of the documents, by `item_index`; needed with an encoder.
-        """
-        self.text = text
-        self.encoder = encoder
-        self.documents = documents
-        self.query_index = {query: index for index, query in enumerate(queries)}
-        self.cache: TextCache[tuple[int, str]] = TextCache()
+    text: SearchText
+    """Vectors of the catalogue."""
+    queries: Sequence[str]
+    """Queries of the catalogue, by `query_index`."""
+    index: Mapping[str, int]
+    """The `query_index` of each query of the catalogue."""
+    encoder: TextEncoder | TfidfEncoder | None = None
+    """Encoder that made the vectors. Without an encoder, text that is not in the
+    catalogue has no vector."""
+    documents: Sequence[str] = ()
+    """Texts of the documents, by `item_index`; needed with an encoder."""
+    cache: TextCache[tuple[int, str]] = field(default_factory=TextCache)
+    """Encoded vectors of pairs of item and query."""
+    new_queries: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of the requests' queries that the catalogue does not have."""
 
-    def index_queries(self, texts: Iterable[str | None]) -> dict[str, int]:
-        """Return numbers of the distinct queries that have a vector or can be encoded.
+    @property
+    def width(self) -> int:
+        """Width W of the vectors; 0 if models read no text."""
+        return self.text.width
 
-        A warning counts the others. None and "" stand for no query.
+    @property
+    def num_queries(self) -> int:
+        """Number of queries of the catalogue and of the requests."""
+        return len(self.queries) + len(self.new_queries)
+
+    def add_queries(self, texts: Iterable[str | None]) -> Self:
+        """Return the text of requests with these queries; None and "" are no query.
+
+        Without an encoder, a query that is not in the catalogue is no query either,
+        with a warning.
         """
         queries = [query for query in texts if query]
-        known = queries
-        if not self.encoder:
-            known = [query for query in queries if query in self.query_index]
-        if len(known) < len(queries):
+        new = [query for query in queries if query not in self.index]
+        if new and not self.encoder:
             warnings.warn(
-                f"{len(queries) - len(known)} of {len(queries)} queries are not in the "
-                "training tables and are treated as no query",
+                f"{len(new)} of {len(queries)} queries are not in the training tables "
+                "and are treated as no query",
                 stacklevel=2,
             )
-        return {query: index for index, query in enumerate(dict.fromkeys(known))}
+            return self
+        numbers = enumerate(dict.fromkeys(new), len(self.queries))
+        return replace(self, new_queries={query: number for number, query in numbers})
 
-    def select(
-        self, queries: Sequence[str], item: Sequence[int], query: Sequence[int]
-    ) -> SearchText:
-        """Return the vectors of queries, and of pairs of items with these queries.
+    def find_query(self, query: str | None) -> int:
+        """Return the number of a query, or NO_QUERY."""
+        known = self.index.get(query or "", NO_QUERY)
+        return self.new_queries.get(query or "", known)
+
+    def _name_queries(self, query: NDArray[np.int64]) -> list[str]:
+        """Return the queries with these numbers."""
+        count, new = len(self.queries), list(self.new_queries)
+        return [self.queries[i] if i < count else new[i - count] for i in query]
+
+    def read_queries(self, query: NDArray[np.int64]) -> Floats:
+        """Return the vectors (q, W) of queries."""
+        is_known = query < len(self.queries)
+        new = [(NO_ITEM, name) for name in self._name_queries(query[~is_known])]
+        return self._complete(self.text.queries[query[is_known]], is_known, new)
+
+    def read_pairs(
+        self, item: NDArray[np.int64], query: NDArray[np.int64]
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return the vectors of the pairs that have one, and the mask (n,) of those.
 
         A warning counts the pairs that have no vector and cannot be encoded.
-
-        Args:
-            queries: (q,) queries from `index_queries`, by their number.
-            item: (n,) item of each pair.
-            query: (n,) number of each pair's query, or NO_QUERY.
         """
-        index = np.array([self.query_index.get(text, -1) for text in queries], np.int64)
-        number = np.array(query, np.int64)
-        pairs = pair_key(np.array(item, np.int64), number, len(queries))
-        keys = np.unique(pairs[number != NO_QUERY])
-        items, numbers = np.divmod(keys, len(queries) + 1)
-        catalogue_query = index[numbers - 1]
         row, is_known = find_sorted(
-            self.text.pair_keys,
-            pair_key(items, catalogue_query, self.text.num_queries),
+            self.text.pair_keys, pair_key(item, query, self.text.num_queries)
         )
-        is_known &= catalogue_query >= 0
+        is_known &= query < len(self.queries)
+        known = self.text.pairs[row[is_known]]
         if self.encoder is None:
-            if self.text.width and not is_known.all():
+            if not is_known.all():
                 warnings.warn(
-                    f"{(~is_known).sum()} of {len(keys)} pairs of document and query "
+                    f"{(~is_known).sum()} of {len(item)} pairs of document and query "
                     "have no text vector; the vector of the document alone is used",
                     stacklevel=2,
                 )
-            keys, row, is_known = keys[is_known], row[is_known], is_known[is_known]
-        row = row[is_known]
-        pair_vectors = self._complete(
-            np.hstack([self.text.pairs[row], self.text.joint[row]]),
-            is_known,
-            [
-                (int(item), queries[number - 1])
-                for item, number in zip(items, numbers, strict=True)
-            ],
-        )
-        query_vectors = self._complete(
-            self.text.queries[index[index >= 0]],
-            index >= 0,
-            [(NO_ITEM, text) for text in queries],
-        )
-        width = self.text.width
-        return replace(
-            self.text,
-            queries=query_vectors,
-            pair_keys=keys,
-            pairs=pair_vectors[:, :width],
-            joint=pair_vectors[:, width:],
-            is_complete=False,
-        )
+            return known, is_known
+        names = self._name_queries(query[~is_known])
+        new = list(zip(item[~is_known].tolist(), names, strict=True))
+        return self._complete(known, is_known, new), np.ones_like(is_known)
 
     def _complete(
         self,
         known: Floats,
         is_known: NDArray[np.bool_],
-        texts: Sequence[tuple[int, str]],
+        new: list[tuple[int, str]],
     ) -> Floats:
-        """Return the vectors of all texts, of which unknown ones are encoded."""
+        """Return the vectors of all texts, of which the new ones are encoded."""
         vectors = np.zeros((len(is_known), known.shape[1]), np.float32)
         vectors[is_known] = known
-        new = np.flatnonzero(~is_known).tolist()
-        if new:
-            vectors[new] = self._encode([texts[i] for i in new])
-        return vectors
-
-    def _encode(self, texts: list[tuple[int, str]]) -> Floats:
-        """Return the vectors of distinct texts not in the catalogue, or cached."""
+        if not new:
+            return vectors
 
         def encode(missing: list[tuple[int, str]]) -> Floats:
             assert self.encoder is not None, "texts are encoded only with an encoder"
@@ -140,11 +131,11 @@ class RequestText:
             if missing[0][0] == NO_ITEM:
                 return self.encoder.encode(queries)
             documents = [self.documents[item] for item, _ in missing]
-            has_joint = self.text.joint.shape[1] > 0
-            return self.encoder.encode(queries, documents, has_joint)
+            return self.encoder.encode(queries, documents)
 
         # batches of texts of similar length need little padding
-        lengths = [-len(query) - len(self.documents[item]) for item, query in texts]
+        lengths = [-len(query) - len(self.documents[item]) for item, query in new]
         order = np.argsort(lengths, kind="stable")
-        vectors = self.cache.encode([texts[i] for i in order], encode)
-        return vectors[order.argsort()]
+        encoded = self.cache.encode([new[i] for i in order], encode)
+        vectors[~is_known] = encoded[order.argsort()]
+        return vectors

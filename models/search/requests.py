@@ -36,7 +36,7 @@ examples, `m` requests of the split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,7 +50,6 @@ from torch import Tensor
 from core.errors import UserError
 from core.ragged import (
     find_rows,
-    find_sorted,
     gather_ranges,
     lengths_to_offsets,
     pad_indices,
@@ -135,8 +134,6 @@ class SearchBatch(Batch):
     read it."""
     pair_text: Tensor = axes("P", "W")
     """(P, W) float32 vectors of the batch's distinct pairs of item and query."""
-    joint_text: Tensor = axes("P", "W")
-    """(P, W) float32 [SEP] vectors of the pairs of `pair_text`, or (P, 0)."""
     candidate_pair_text: Tensor = axes("N", padding=-1)
     """(N,) int64 row of `pair_text`, -1 without a query or a vector."""
     history_pair_text: Tensor = axes("B", "T", padding=-1)
@@ -226,7 +223,7 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
 class SearchSelection(Selection):
     """The examples of a dataset of searches."""
 
-    text: SearchText = SearchText.empty(0, 0)
+    text: SearchText | RequestText = SearchText.empty(0, 0)
     """Text vectors of batches; of width 0 for models that read no text."""
     window_overlap: float = 0.75
     """Minimum share of `max_history` that training reads before a request with a
@@ -365,7 +362,7 @@ def collate(examples: SearchExamples) -> SearchBatch:
 
 
 def collate_text(
-    text: SearchText,
+    text: SearchText | RequestText,
     history: NDArray,
     history_query: NDArray | None,
     request_query: NDArray,
@@ -398,24 +395,17 @@ def collate_text(
     is_pair = (pair_item >= 0) & (pair_query != NO_QUERY) & has_text
     keys = pair_key(pair_item, pair_query, text.num_queries)
     distinct_keys, pair_row = _distinct_rows(keys, is_pair)
-    table_row, is_encoded = find_sorted(text.pair_keys, distinct_keys)
-    if text.is_complete and not is_encoded.all():
-        missing_key = int(distinct_keys[~is_encoded][0])
-        item, missing_query = divmod(missing_key, text.num_queries + 1)
-        raise UserError(
-            f"the text has no embedding of item {item} with query {missing_query - 1}"
-        )
-    table_row = table_row[is_encoded]
+    pair_item, pair_query = np.divmod(distinct_keys, text.num_queries + 1)
+    pair_text, is_encoded = text.read_pairs(pair_item, pair_query - 1)
     encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
     # index -1 reads the appended -1
     pair_row = np.append(encoded_index, -1)[pair_row]
     candidate_row, behaviour_row = np.split(pair_row, [len(candidate)])
     return {
-        "query_text": torch.from_numpy(text.queries[distinct_query]),
+        "query_text": torch.from_numpy(text.read_queries(distinct_query)),
         "request_query_text": torch.from_numpy(request_row),
         "history_query_text": torch.from_numpy(history_row.reshape(history.shape)),
-        "pair_text": torch.from_numpy(text.pairs[table_row]),
-        "joint_text": torch.from_numpy(text.joint[table_row]),
+        "pair_text": torch.from_numpy(pair_text),
         "candidate_pair_text": torch.from_numpy(candidate_row),
         "history_pair_text": torch.from_numpy(behaviour_row.reshape(history.shape)),
     }
@@ -463,7 +453,7 @@ class SearchRequests(Requests):
         settings: SearchSettings,
     ) -> None:
         super().__init__(folder, model, catalogue, settings)
-        self.mean = model.scale.mean.numpy()
+        self.mean = catalogue.feature_mean.numpy()
         queries: list[str] = []
         if catalogue.num_queries:
             table = catalogue.versions["queries"].read()
@@ -472,7 +462,8 @@ class SearchRequests(Requests):
         if self.encoder:
             table = read_parquet(f"{folder}/encoder/documents.parquet")
             documents = table["text"].to_pylist()
-        self.text = RequestText(catalogue.text, queries, self.encoder, documents)
+        index = {query: number for number, query in enumerate(queries)}
+        self.text = RequestText(catalogue.text, queries, index, self.encoder, documents)
         info: SearchInfo = self.info
         self.counts = Counts.load(settings.counts, info) if settings.counts else None
         self.time_columns = [
@@ -491,9 +482,7 @@ class SearchRequests(Requests):
         names = {"labels": info.labels, "features": info.features}
         return super().list_names(info) | names
 
-    def to_row(
-        self, request: SearchRequest, query_index: Mapping[str, int]
-    ) -> dict[str, Any]:
+    def to_row(self, request: SearchRequest, text: RequestText) -> dict[str, Any]:
         """Return a row of `sequences`.
 
         Candidates, and the latest behaviours, are left out if they are not in the
@@ -501,7 +490,7 @@ class SearchRequests(Requests):
 
         Args:
             request: The request.
-            query_index: Numbers of the queries of the batch.
+            text: Text of the batch, which numbers its queries.
         """
         scored = self.find_candidates(request)
         past = [i for i, item in enumerate(request.history) if item in self.index]
@@ -520,13 +509,13 @@ class SearchRequests(Requests):
             "user_id": "",
             "item_index": [self.index[request.history[i]] for i in past],
             "timestamp_ms": [times[i] or 0 for i in past],
-            "query_index": [query_index.get(queries[i] or "", NO_QUERY) for i in past],
+            "query_index": [text.find_query(queries[i]) for i in past],
             "features": list(vectors[past]),
             **self._custom_columns(request, "history_", past),
             "requests": [
                 {
                     "timestamp_ms": 0,
-                    "query_index": query_index.get(request.query or "", NO_QUERY),
+                    "query_index": text.find_query(request.query),
                     "history_end": len(past),
                     "split": "test",
                     "candidates": [self.index[request.candidates[i]] for i in scored],
@@ -561,21 +550,10 @@ class SearchRequests(Requests):
     def collate(
         self, requests: Sequence[SearchRequest], max_history: int
     ) -> SearchBatch:
-        """Return the batch of requests; each distinct query is encoded once."""
+        """Return the batch of requests."""
         texts: list[str | None] = []
         for request in requests:
             texts += [request.query, *(request.history_query or ())]
-        query_index = self.text.index_queries(texts)
-        rows = [self.to_row(request, query_index) for request in requests]
-        # pairs that the model reads
-        items: list[int] = []
-        queries: list[int] = []
-        for row in rows:
-            (search,) = row["requests"]
-            items += search["candidates"]
-            queries += [search["query_index"]] * len(search["candidates"])
-            if self.model.reads_history_queries:
-                items += row["item_index"]
-                queries += row["query_index"]
-        text = self.text.select(list(query_index), items, queries)
+        text = self.text.add_queries(texts)
+        rows = [self.to_row(request, text) for request in requests]
         return self.collate_rows(rows, max_history, text=text)

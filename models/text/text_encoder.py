@@ -193,7 +193,6 @@ class TextEncoder:
         self,
         texts: list[str],
         seconds: list[str] | None = None,
-        separator: bool = False,
     ) -> Floats:
         """Return the embeddings (texts, width) of texts or pairs of texts.
 
@@ -201,8 +200,6 @@ class TextEncoder:
             texts: Texts.
             seconds: Second texts. Each pair is one input, and the longer text of a pair
                 is truncated first.
-            separator: Whether to append the state of the first [SEP], which follows
-                the first text. Embeddings are then (texts, 2 width).
         """
         import torch
 
@@ -217,9 +214,7 @@ class TextEncoder:
                 batches = []
                 for start in range(0, len(texts), self.batch_size):
                     rows = slice(start, start + self.batch_size)
-                    batches.append(
-                        self._encode_pairs(texts[rows], seconds[rows], separator)
-                    )
+                    batches.append(self._encode_pairs(texts[rows], seconds[rows]))
                 vectors = np.concatenate(batches)
         vectors = vectors.astype(np.float32, copy=False)
         is_valid = np.abs(vectors) <= LARGEST_NUMBER
@@ -230,9 +225,7 @@ class TextEncoder:
             )
         return vectors
 
-    def _encode_pairs(
-        self, texts: list[str], seconds: list[str], separator: bool
-    ) -> Floats:
+    def _encode_pairs(self, texts: list[str], seconds: list[str]) -> Floats:
         """Return the embeddings of at most `batch_size` pairs."""
         import torch
 
@@ -246,15 +239,7 @@ class TextEncoder:
         ).to(self.model.device)
         with torch.inference_mode():
             output = self.model(dict(batch))
-        vectors = output["sentence_embedding"].float()
-        if separator:
-            is_separator = batch["input_ids"] == self.tokenizer.sep_token_id
-            first = is_separator.int().argmax(1)
-            row = torch.arange(len(texts), device=first.device)
-            states = output["token_embeddings"][row, first].float()
-            states = torch.nn.functional.normalize(states, dim=-1)
-            vectors = torch.cat([vectors, states], dim=-1)
-        return vectors.cpu().numpy()
+        return output["sentence_embedding"].float().cpu().numpy()
 
     def save(self, folder: str | Path) -> None:
         """Save the weights, the tokenizer and the settings to a folder."""
@@ -350,14 +335,12 @@ class TfidfEncoder:
         self,
         texts: list[str],
         seconds: list[str] | None = None,
-        separator: bool = False,
     ) -> Floats:
         """Return the embeddings (texts, width) float32 of texts or pairs of texts.
 
         Args:
             texts: Texts.
             seconds: Second texts of the pairs, which are appended to the first texts.
-            separator: Ignored, since TF-IDF has no [SEP].
         """
         from sklearn.preprocessing import normalize
 

@@ -70,9 +70,6 @@ class FitConfig:
     """Whether steps on one GPU are captured as CUDA graphs, once per batch shape, and
     replayed (auto), or not (off). With auto, batches are padded to few shapes, which
     changes the random numbers of dropout."""
-    compile: bool = False
-    """Whether to compile the model with torch.compile on a GPU, which takes half a
-    minute per batch shape; results differ by rounding."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of training: bf16 autocast or fp32. Auto is bf16 on GPUs that support
     it, and fp32 elsewhere. Validation always runs in fp32."""

@@ -18,10 +18,10 @@ compares the examples of one worker's batch with each other (InfoNCE).
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -36,7 +36,7 @@ from core.errors import UserError, format_duration
 from models.dataset.batch import Batch
 from models.dataset.dataset import Dataset
 from models.training import fsdp
-from models.training.cuda_graphs import CudaGraphs, compile_per_shape
+from models.training.cuda_graphs import CudaGraphs
 from models.training.distributed import set_workers
 from models.training.fit_config import FitConfig
 from models.training.optimizers import (
@@ -51,6 +51,9 @@ ones."""
 
 PACE_STEPS = 3
 """Number of timed steps from which the remaining time is estimated."""
+
+PREFETCHED_BATCHES = 4
+"""Batches that a thread collates ahead of a GPU."""
 
 State = dict[str, Any]
 
@@ -192,35 +195,17 @@ def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> boo
 
 def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the batches, collated and pinned by a thread while the GPU is busy."""
-    buffer: queue.Queue[Any] = queue.Queue(4)
-    end, closed = object(), threading.Event()
+    iterator = iter(batches)
 
-    def put(value: Any) -> None:
-        while not closed.is_set():
-            try:
-                buffer.put(value, timeout=0.2)
-                return
-            except queue.Full:
-                continue
+    def pin_next() -> Batch | None:
+        batch = next(iterator, None)
+        return batch and batch.map(Tensor.pin_memory)
 
-    def fill_buffer() -> None:
-        try:
-            for batch in batches:
-                put(batch.map(Tensor.pin_memory))
-                if closed.is_set():
-                    return
-            put(end)
-        except BaseException as error:
-            put(error)
-
-    threading.Thread(target=fill_buffer, daemon=True, name="prefetch").start()
-    try:
-        while (item := buffer.get()) is not end:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        closed.set()
+    with ThreadPoolExecutor(1, "prefetch") as pool:
+        waiting = deque(pool.submit(pin_next) for _ in range(PREFETCHED_BATCHES))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(pool.submit(pin_next))
+            yield batch
 
 
 def sum_over_ranks(
@@ -247,7 +232,7 @@ def make_step(
     world: int,
     shards: fsdp.Shards | None,
 ) -> tuple[Any, TrainStep]:
-    """Wrap a model by DDP, compile it if configured, and build its training step.
+    """Wrap a model by DDP, and build its training step.
 
     Args:
         model: The model, on its device.
@@ -268,8 +253,6 @@ def make_step(
             device_ids=[device] if device.type == "cuda" else None,
             broadcast_buffers=False,
         )
-    if config.compile and device.type == "cuda":
-        module = compile_per_shape(module)
     max_norm = config.clip_norm or math.inf
     clip_gradient = shards.clip_gradient if shards else nn.utils.clip_grad_norm_
 

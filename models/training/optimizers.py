@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ def make_optimizer(
     Args:
         model: The model, on its device.
         name: Name of the optimizer.
-        weight_decay: Weight decay, except for `NoWeightDecay` parameters.
+        weight_decay: Weight decay, except for the `no_decay_parameters()` of modules.
         lr_multipliers: Factors on the learning rate by prefix of parameter names.
 
     Returns:
@@ -103,14 +103,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return state
 
 
-@runtime_checkable
-class NoWeightDecay(Protocol):
-    """A module that exempts some of its parameters from weight decay."""
-
-    def no_decay_parameters(self) -> list[nn.Parameter]:
-        """Return the exempt parameters."""
-
-
 def group_parameters(
     model: nn.Module, lr_multipliers: Mapping[str, float]
 ) -> dict[tuple[float, bool], list[nn.Parameter]]:
@@ -126,10 +118,8 @@ def group_parameters(
     """
     no_decay_ids = set()
     for module in model.modules():
-        if isinstance(module, NoWeightDecay):
-            no_decay_ids |= {
-                id(parameter) for parameter in module.no_decay_parameters()
-            }
+        exempt = getattr(module, "no_decay_parameters", list)()
+        no_decay_ids |= {id(parameter) for parameter in exempt}
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

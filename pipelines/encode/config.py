@@ -72,9 +72,6 @@ class TextConfig(EmbedConfig):
     truncated."""
     svd: PositiveInt = 64
     """Width of the TF-IDF encoder's truncated SVD."""
-    query_condition: Literal["query", "joint"] = "query"
-    """For searches. `query`: embeddings of the query alone. `joint`: also the [SEP]
-    state over query and document, which leaks the document to predict."""
 
 
 @dataclass(config=STRICT)

@@ -15,8 +15,7 @@ encoder (HLLM's item tower); not for TF-IDF.
 
 Models are conditioned on the query alone. The QGS paper takes the [SEP] state of one
 pass over query and document; as the encoder is bidirectional, this state contains the
-document to predict. `query_condition: joint` stores it too, for comparison, with a
-warning.
+document to predict.
 """
 
 from __future__ import annotations
@@ -542,11 +541,6 @@ MAX_PART_PAIRS = 1 << 15
 """Maximum number of pairs per part, even if there are more parts then."""
 PAIR = ("item_index", "query_index")
 """Key columns of the `pairs` table."""
-JOINT_WARNING = (
-    "warning: query_condition joint stores the [SEP] state of query and document "
-    "together, which leaks the document: a model that is conditioned on it reads its "
-    "own target; use it for comparison only"
-)
 
 
 class PairEncoder:
@@ -567,12 +561,8 @@ class PairEncoder:
         self.queries = ray.get(shared["queries"])
         self.encoder = ray.get(shared["encoder"])
         self.output_uri = output_uri
-        self.joint = config.query_condition == "joint"
         if isinstance(self.encoder, str):
-            name = self.encoder
-            self.encoder = TextEncoder(name, *config.encoder_options())
-            if self.joint and self.encoder.tokenizer.sep_token_id is None:
-                raise UserError(f"{name} has no [SEP] token")
+            self.encoder = TextEncoder(self.encoder, *config.encoder_options())
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Encode a block of pairs and write it as a part.
@@ -593,16 +583,13 @@ class PairEncoder:
         sorted_vectors = self.encoder.encode(
             [query_texts[pair] for pair in order],
             [documents[pair] for pair in order],
-            self.joint,
         )
-        vectors = np.empty_like(sorted_vectors)  # (pairs, width), or twice the width
+        vectors = np.empty_like(sorted_vectors)  # (pairs, width)
         vectors[order] = sorted_vectors
-        columns = np.split(vectors, 2, axis=1) if self.joint else [vectors]
-        width = columns[0].shape[1]
-        schema = embeddings_schema(width, PAIR, _vector_columns(self.joint))
-        lists = [to_list_column(column) for column in columns]
-        keys = [pa.array(items), pa.array(queries)]
-        table = pa.Table.from_arrays([*keys, *lists], schema=schema)
+        width = vectors.shape[1]
+        schema = embeddings_schema(width, PAIR)
+        columns = [pa.array(items), pa.array(queries), to_list_column(vectors)]
+        table = pa.Table.from_arrays(columns, schema=schema)
         part = write_part(self.output_uri, table)
         first_key = _pair_keys(items[:1], queries[:1])
         return pa.table(
@@ -612,11 +599,6 @@ class PairEncoder:
                 "part": [json.dumps(asdict(part))],
             }
         )
-
-
-def _vector_columns(joint: bool) -> tuple[str, ...]:
-    """Return the names of the vectors in the `pairs` table."""
-    return ("embedding", "joint") if joint else ("embedding",)
 
 
 def _pair_keys(items: np.ndarray, queries: np.ndarray) -> np.ndarray:
@@ -673,13 +655,10 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     names = [
         name for name in kind.text_tables if (name, encoder) != ("tokens", "tfidf")
     ]
-    is_joint = config.query_condition == "joint"
     if not names:
         raise UserError(
             f"{sequences.uri} is of kind {kind.name}, whose models read no texts"
         )
-    if is_joint and (encoder == "tfidf" or "pairs" not in names):
-        raise UserError("query_condition joint needs queries and a [SEP] token")
     for name in kind.text_tables:
         table = "tokens" if name == "tokens" else "embeddings"
         check_replaceable(join(output_uri, name), table)
@@ -688,8 +667,6 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     documents = item_texts(items.read(), config, say)
     texts = {"items": documents}
     hashes = {"items": items.hash, "sequences": sequences.hash}
-    if is_joint:
-        say(JOINT_WARNING)
     if "queries" in names:
         queries = open_table(join(tables_uri, "queries"), QueriesInfo)
         hashes["queries"] = queries.hash
@@ -699,8 +676,6 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     origins: dict[str, Any] = {}
     for name in names:
         settings = text_settings(encoder, config)
-        if name != "pairs":
-            settings.pop("query_condition", None)
         inputs = {table: hashes[table] for table in INPUT_TABLES[name]}
         origins[name] = {"config": settings, "inputs": {**inputs, "encoder": version}}
     tfidf = fit_tfidf(documents, config.svd) if encoder == "tfidf" else None
@@ -856,11 +831,10 @@ def _write_pairs(
             num_encoded += part.rows
         rate = num_encoded / (time.monotonic() - started)
         say(f"pairs: {num_encoded:,} of {len(keys):,} encoded, {rate:,.0f} pairs/s")
-    columns = _vector_columns(config.query_condition == "joint")
     return commit(
         uri,
         "embeddings",
-        embeddings_schema(width, PAIR, columns),
+        embeddings_schema(width, PAIR),
         [part for _, part in sorted(parts_by_key)],
         info=EmbeddingsInfo(width=width),
         **manifest,

@@ -19,12 +19,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import math
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any
@@ -59,7 +57,7 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
                     f"code in {code_file}; load it in a process of its own"
                 )
 
-from core.errors import UserError, pluralize
+from core.errors import UserError
 from core.schemas import Inputs
 from models import own_code, registry
 from models.loaded_model import LoadedModel, load_model
@@ -84,8 +82,8 @@ MAX_BATCH_REQUESTS = 256
 MAX_BATCH_ENTRIES = 2**17
 """Largest number of entries of a padded batch with several requests."""
 
-ANSWER_FIELDS = ["item_id", "score", "unknown_items", "note", "fallback"]
-"""Fields of an answer; models that rank candidates give the first two."""
+ANSWER_FIELDS = ["item_id", "score"]
+"""Fields of each answer."""
 
 Ranking = tuple[list[str], list[float]]
 """Item ids, best first, and their scores."""
@@ -166,7 +164,6 @@ class ServedModel(PythonModel):
         self.popularity = load_counts(loaded.checkpoint, num_items)
         self.every_item = torch.ones(num_items, dtype=torch.bool)
         self.ranks_catalogue = model.ranks == "catalogue"
-        self.fields = ANSWER_FIELDS if self.ranks_catalogue else ANSWER_FIELDS[:2]
         # encoded set and its mask (N,), by hash of the ids
         self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, torch.Tensor]] = (
             LRUCache(MAX_CACHED_SETS)
@@ -193,11 +190,11 @@ class ServedModel(PythonModel):
     ) -> pd.DataFrame:
         """Return an answer for each row (`rank_catalogue`, `rank_candidates`)."""
         rows: Any = model_input
-        if isinstance(model_input, pd.DataFrame):
-            rows = model_input.to_dict("records")
+        if isinstance(model_input, pd.DataFrame):  # a missing value is NaN
+            rows = [row.dropna().to_dict() for _, row in model_input.iterrows()]
         body = {"dataframe_records": rows, "params": params or {}}
         answers = self.answer(validate(self.body_class, body))
-        return pd.DataFrame(answers, columns=self.fields)
+        return pd.DataFrame(answers or {name: [] for name in ANSWER_FIELDS})
 
     def read_body(self, data: bytes | bytearray, content_type: str | None) -> Any:
         """Return the `body_class` of the JSON of an HTTP request.
@@ -222,14 +219,13 @@ class ServedModel(PythonModel):
         """
         rank = self.rank_catalogue if self.ranks_catalogue else self.rank_candidates
         try:
-            answers = rank(body.dataframe_records, body.params)
-            return [dict(zip(self.fields, answer, strict=True)) for answer in answers]
+            return rank(body.dataframe_records, body.params)
         except UserError as error:
             raise RefusedRequest(str(error)) from error
 
     def rank_catalogue(
         self, requests: Sequence[Any], options: Any
-    ) -> list[tuple[Any, ...]]:
+    ) -> list[dict[str, Any]]:
         """Rank the catalogue for each request.
 
         Returns:
@@ -245,15 +241,20 @@ class ServedModel(PythonModel):
                 f"{len(requests)} rows of {k} items are over {MAX_ANSWER_ITEMS} in all"
             )
         allowed, mask = self.encode_allowed(options.allowed)
+        num_allowed = int(mask.sum())
         ids = self.requests.items
-        known = [len(self.requests.find_items(request.history)) for request in requests]
+        rows = [self.requests.to_row(request) for request in requests]
+        known = [len(row["item_index"]) for row in rows]
         latest = required_history(self.model.config.max_history, {"unseen": unseen})
 
-        def rank(requests: list[Any]) -> list[Ranking]:
-            batch = self.requests.collate(requests, latest).to(self.device)
+        def rank(indices: list[int]) -> list[Ranking]:
+            batch = self.requests.collate_rows([rows[i] for i in indices], latest)
             # (B, K) each
             ranked_items, scores = self.model.recommend(
-                batch, min(k, len(ids)), unseen=unseen, allowed=allowed
+                batch.to(self.device),
+                min(k, len(ids)),
+                unseen=unseen,
+                allowed=allowed,
             )
             rankings = []
             for items, values in zip(ranked_items, scores, strict=True):
@@ -262,39 +263,29 @@ class ServedModel(PythonModel):
                 rankings.append((item_ids, values[is_item].tolist()))
             return rankings
 
-        rankings = rank_by_length(requests, [min(n, latest) for n in known], rank)
+        rankings = rank_by_length([min(count, latest) for count in known], rank)
         popular: Ranking = ([], [])
         if not all(known):
             counts = self.popularity.masked_fill(~mask, -torch.inf)[None]
-            best, values = top_k(counts, min(k, int(mask.sum())))
+            best, values = top_k(counts, min(k, num_allowed))
             popular = ([ids[item] for item in best[0].tolist()], values[0].tolist())
-        answers = []
-        for (items, scores), request, count in zip(
-            rankings, requests, known, strict=True
-        ):
-            fallback = ""
-            if not count:
-                items, scores = popular
-                fallback = "popularity"
+        answers: list[dict[str, Any]] = []
+        for ranking, request, count in zip(rankings, requests, known, strict=True):
+            items, scores = ranking if count else popular
             note = ""
             if len(items) < k:
-                reason = self.explain_short(k, int(mask.sum()), unseen)
-                note = f"{len(items):,} of {k:,} items: {reason}"
-            unknown = len(request.history) - count
-            answers.append((items, scores, unknown, note, fallback))
+                note = f"{len(items):,} of {k:,} items: {num_allowed:,} allowed"
+                note += ", without those of the history" if unseen else ""
+            answers.append(
+                {
+                    "item_id": items,
+                    "score": scores,
+                    "unknown_items": len(request.history) - count,
+                    "note": note,
+                    "fallback": "" if count else "popularity",
+                }
+            )
         return answers
-
-    def explain_short(self, k: int, num_allowed: int, unseen: bool) -> str:
-        """Return why a ranking has fewer than `k` items."""
-        if num_allowed < len(self.requests.items):
-            reason = f"allowed has {pluralize(num_allowed, 'item')} of the catalogue"
-        elif num_allowed < k:
-            reason = f"the catalogue has {pluralize(num_allowed, 'item')}"
-        else:
-            reason = "the search found no more"
-        if unseen:
-            reason += ", and the items of the history are left out"
-        return reason
 
     def encode_allowed(
         self, ids: list[str]
@@ -319,7 +310,9 @@ class ServedModel(PythonModel):
                 self.allowed_sets[key] = encoded, items
             return self.allowed_sets[key]
 
-    def rank_candidates(self, requests: Sequence[Any], options: Any) -> list[Ranking]:
+    def rank_candidates(
+        self, requests: Sequence[Any], options: Any
+    ) -> list[dict[str, Any]]:
         """Rank the candidates of each request.
 
         Candidates that the model does not know come last, in the order of the request,
@@ -332,22 +325,25 @@ class ServedModel(PythonModel):
                 f"the model has no label '{label:.200}'; choose one of "
                 f"{', '.join(labels)}"
             )
-
         max_history = self.model.config.max_history
+        scored = [self.requests.find_candidates(request) for request in requests]
 
         @torch.no_grad()
-        def rank(requests: list[Any]) -> list[Ranking]:
-            batch = self.requests.collate(requests, max_history).to(self.device)
-            scored = [self.requests.find_candidates(request) for request in requests]
+        def rank(indices: list[int]) -> list[Ranking]:
+            selected = [requests[index] for index in indices]
+            batch = self.requests.collate(selected, max_history).to(self.device)
+            known = [scored[index] for index in indices]
             probabilities = torch.zeros(0)
-            if any(scored):
+            if any(known):
                 logits = self.model.score(batch)[:, labels.index(label)].float()
                 probabilities = torch.sigmoid(check_finite(logits)).cpu()
-            ends = accumulate(map(len, scored), initial=0)
             return [
-                sort_candidates(request.candidates, known, probabilities[first:end])
-                for request, known, (first, end) in zip(
-                    requests, scored, pairwise(ends), strict=True
+                sort_candidates(request.candidates, *pair)
+                for request, *pair in zip(
+                    selected,
+                    known,
+                    probabilities.split([len(index) for index in known]),
+                    strict=True,
                 )
             ]
 
@@ -355,30 +351,27 @@ class ServedModel(PythonModel):
             1 + len(request.candidates) + min(len(request.history), max_history)
             for request in requests
         ]
-        return rank_by_length(requests, lengths, rank)
+        rankings = rank_by_length(lengths, rank)
+        return [{"item_id": items, "score": scores} for items, scores in rankings]
 
 
 def rank_by_length(
-    requests: Sequence[Any],
-    lengths: list[int],
-    rank: Callable[[list[Any]], list[Ranking]],
+    lengths: list[int], rank: Callable[[list[int]], list[Ranking]]
 ) -> list[Ranking]:
     """Rank requests in batches of similar length, so that little is padded.
 
     Args:
-        requests: Parsed requests.
         lengths: Length of each request; length 0 gives an empty ranking.
-        rank: Return the rankings of a batch of requests.
+        rank: Return the rankings of the requests with these indices.
     """
-    rankings: list[Ranking] = [([], []) for _ in requests]
+    rankings: list[Ranking] = [([], []) for _ in lengths]
     order = [index for index, length in enumerate(lengths) if length]
     order.sort(key=lengths.__getitem__, reverse=True)
     while order:
         size = max(1, MAX_BATCH_ENTRIES // lengths[order[0]])
         size = min(size, MAX_BATCH_REQUESTS)
         batch, order = order[:size], order[size:]
-        ranked = rank([requests[index] for index in batch])
-        for index, ranking in zip(batch, ranked, strict=True):
+        for index, ranking in zip(batch, rank(batch), strict=True):
             rankings[index] = ranking
     return rankings
 
@@ -393,12 +386,11 @@ def sort_candidates(
         known: Indices of the candidates that the model knows.
         probabilities: (K,) scores of the known candidates.
     """
-    order = probabilities.argsort(descending=True, stable=True).tolist()
-    ranked = [candidates[known[index]] for index in order]
-    scored = set(known)
-    others = [item for index, item in enumerate(candidates) if index not in scored]
-    scores = probabilities[order].tolist()
-    return ranked + others, scores + [math.nan] * len(others)
+    scores = torch.full((len(candidates),), -torch.inf)
+    scores[known] = probabilities
+    scores, order = scores.sort(descending=True, stable=True)
+    values = scores.masked_fill(scores.isneginf(), torch.nan)
+    return [candidates[index] for index in order.tolist()], values.tolist()
 
 
 mlflow.models.set_model(ServedModel())

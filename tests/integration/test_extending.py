@@ -57,9 +57,8 @@ from torch.nn import functional
 
 from models.search.catalogue import SearchCatalogue
 from models.search.requests import SearchBatch
-from models.search.ranker import TextProjection
 from models.search.model import SearchModel
-from models.search.ranker import RankerConfig
+from models.search.ranker import RankerConfig, TextProjection
 
 
 @dataclass

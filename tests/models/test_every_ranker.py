@@ -53,7 +53,7 @@ Build = Callable[..., TrainingRun]
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inputs]:
     """Tables of each kind."""
     folder = tmp_path_factory.mktemp("rankers")
-    tables, text = write_search(folder / "search", joint=True)
+    tables, text = write_search(folder / "search")
     actions = write_actions(folder / "actions", viewers=True)
     return {"search": Inputs(tables, text=text), "actions": Inputs(actions)}
 

@@ -71,7 +71,7 @@ WAITING_SEARCHES = {
 
 @pytest.fixture(scope="module")
 def search_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return write_search(tmp_path_factory.mktemp("log"), joint=True)
+    return write_search(tmp_path_factory.mktemp("log"))
 
 
 def build_retrieval_model(name: str) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The loss over labels equals a loop, and sampled negatives keep the probabilities."""
+"""The loss over labels equals a loop over labels and rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.label_loss import (
     label_loss,
     resolve_masks,
     resolve_weights,
-    select_measured,
+    select_learned,
 )
 from models.search import metrics
 from models.search.catalogue import SearchCatalogue
@@ -71,7 +71,7 @@ def test_the_loss_equals_a_loop_over_labels_and_rows(
     torch.manual_seed(0)
     logits, labels = torch.randn(40, 3), torch.rand(40, 3) < 0.4
     mask_columns = resolve_masks(LABELS, masks)
-    is_measured = select_measured(labels, mask_columns) if masks else None
+    is_measured = select_learned(labels, mask_columns) if masks else None
 
     loss = label_loss(logits, labels, resolve_weights(LABELS, weights), is_measured)
 

@@ -38,7 +38,6 @@ from models.boosting import (
     grow_trees,
     predict_raw,
 )
-from models.layers.standardised import Standardised
 from models.metrics.ranking_metrics import rank_in_request, request_auc
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.model import SearchModel
@@ -68,8 +67,6 @@ class Boosted(BoostedTrees, SearchModel):
     def __init__(self, config: BoostedConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.labels, self.masks = catalogue.labels[:1], [None]
-        # a served request's missing features are filled with its means
-        self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
         index = {name: i for i, name in enumerate(catalogue.features)}
         category_names, number_names = catalogue.readable_features()
         categories = {c.name: c for c in catalogue.custom_features.categories}

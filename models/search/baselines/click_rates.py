@@ -33,7 +33,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.options import STRICT, NamedConfig
-from models.layers.standardised import Standardised
 from models.search.catalogue import SearchCatalogue
 from models.search.model import SearchModel
 from models.search.requests import SearchBatch
@@ -63,8 +62,6 @@ class SearchBaseline(SearchModel):
     def __init__(self, config: BaselineConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.labels, self.masks = catalogue.labels[:1], [None]
-        # a served request's missing features are filled with its means
-        self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
 
 
 class ClickRate(SearchBaseline):

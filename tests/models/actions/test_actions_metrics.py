@@ -21,7 +21,6 @@ class FixedModel:
 
     labels = LABELS
     masks = (None,) * len(LABELS)
-    correction = 0.0
 
     def __init__(
         self, logits: torch.Tensor, train_rates: tuple[float, ...] = ()

@@ -14,8 +14,8 @@ from tests.fixtures.search_tables import write_search
 
 @pytest.fixture(scope="session")
 def search(tmp_path_factory) -> tuple[str, str]:
-    """Folders of the tables of 40 users and of their text, with the joint condition."""
-    return write_search(tmp_path_factory.mktemp("search"), joint=True)
+    """Folders of the tables of 40 users and of their text."""
+    return write_search(tmp_path_factory.mktemp("search"))
 
 
 @pytest.fixture(scope="session")

@@ -231,7 +231,6 @@ def assert_text_equals(
     assert pair_row >= 0
     assert np.array_equal(batch.query_text[query_row], text.queries[query])
     assert np.array_equal(batch.pair_text[pair_row], text.pairs[row])
-    assert np.array_equal(batch.joint_text[pair_row], text.joint[row])
 
 
 @pytest.mark.parametrize("reads_history_queries", [True, False])

@@ -1,5 +1,5 @@
 """Text embeddings of a search log: every text and pair is encoded once, in order, and
-equals its encoding alone; the joint condition (the [SEP] state) leaks the document.
+equals its encoding alone.
 """
 
 from __future__ import annotations
@@ -126,20 +126,16 @@ def to_vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
     return np.array(table[column].to_pylist(), dtype=np.float32)
 
 
-def encode_pair_alone(
-    folder: str, query: str, document: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the states of [CLS] and of the first [SEP] of one pair, of length 1."""
+def encode_pair_alone(folder: str, query: str, document: str) -> np.ndarray:
+    """Return the state of [CLS] of one pair, of length 1."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder).eval()
     inputs = tokenizer(
         query, document, truncation=True, max_length=24, return_tensors="pt"
     )
     with torch.inference_mode():
-        states = model(**inputs)[0][0]
-    separator = inputs["input_ids"][0].tolist().index(tokenizer.sep_token_id)
-    pooled, separated = states[0], states[separator]
-    return (pooled / pooled.norm()).numpy(), (separated / separated.norm()).numpy()
+        pooled = model(**inputs)[0][0, 0]
+    return (pooled / pooled.norm()).numpy()
 
 
 @dataclass(frozen=True)
@@ -158,22 +154,20 @@ class Encoded:
         return list(zip(*columns, strict=True))
 
 
-JOINT_CONFIG = TextConfig(
-    max_tokens=24, batch_size=7, workers=1, query_condition="joint"
-)
+CONFIG = TextConfig(max_tokens=24, batch_size=7, workers=1)
 
 
 @pytest.fixture(scope="module")
 def encoded(
     tables: str, bert: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Encoded:
-    """Embeddings and joint conditions of the log, with pairs in parts of 100."""
+    """Embeddings of the log, with pairs in parts of 100."""
     folder = str(tmp_path_factory.mktemp("encoded"))
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_texts, "MAX_PART_PAIRS", 100)
         manifests = encode_log(
-            EncodeConfig(tables, folder, bert, embed=JOINT_CONFIG), say=lines.append
+            EncodeConfig(tables, folder, bert, embed=CONFIG), say=lines.append
         )
     return Encoded(folder, manifests, lines)
 
@@ -203,31 +197,18 @@ def test_every_pair_is_encoded_once_and_as_if_alone(
 
     keys = encoded.read_pair_keys()
     table = encoded.read("pairs")
-    embeddings, joint = to_vectors(table), to_vectors(table, "joint")
+    embeddings = to_vectors(table)
 
     assert keys == read_pairs(tables)
     for index in range(0, len(keys), 37):
         item, query = keys[index]
-        pooled, separator = encode_pair_alone(bert, queries[query], items[item])
+        pooled = encode_pair_alone(bert, queries[query], items[item])
         np.testing.assert_allclose(embeddings[index], pooled, atol=1e-5)
-        np.testing.assert_allclose(joint[index], separator, atol=1e-4)
     manifest = encoded.manifests["pairs"]
     assert len(manifest.files) == -(-len(keys) // 100) > 1
     assert manifest.info.width == 16
     sequences = read_manifest(join(tables, "sequences"))
     assert manifest.inputs["sequences"] == sequences.hash
-
-
-def test_the_joint_condition_leaks_the_document(encoded: Encoded) -> None:
-    """The joint condition of one query differs by document; the query alone cannot."""
-    assert any("leaks the document" in line for line in encoded.lines)
-    query_of_pair = [query for _, query in encoded.read_pair_keys()]
-    most_frequent = max(set(query_of_pair), key=query_of_pair.count)
-    rows = [i for i, query in enumerate(query_of_pair) if query == most_frequent]
-
-    joint = to_vectors(encoded.read("pairs"), "joint")
-
-    assert np.abs(joint[rows] - joint[rows[0]]).max() > 0.01
 
 
 def test_the_stored_tokens_of_documents_give_the_same_embeddings(
@@ -288,7 +269,7 @@ def test_an_encoding_that_is_up_to_date_is_not_repeated(
     lines: list[str] = []
 
     manifests = encode_log(
-        EncodeConfig(tables, encoded.folder, bert, embed=JOINT_CONFIG), say=lines.append
+        EncodeConfig(tables, encoded.folder, bert, embed=CONFIG), say=lines.append
     )
 
     assert {name: manifest.hash for name, manifest in manifests.items()} == {
@@ -400,9 +381,7 @@ def build_request_rows(tables: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def serve_qgs(
-    tables: str, text: str, folder: Path, query_condition: str
-) -> ServedModel:
+def serve_qgs(tables: str, text: str, folder: Path) -> ServedModel:
     """Package an untrained QGS model with its embeddings and load it for serving."""
     model = {
         "name": "qgs",
@@ -412,7 +391,6 @@ def serve_qgs(
         "dnn_width": 16,
         "tower_width": 8,
         "text_width": 8,
-        "query_condition": query_condition,
     }
     inputs = Inputs(tables, text=text)
     setup = build_training(model, FitConfig(batch_size=8), inputs)
@@ -429,22 +407,18 @@ def load_served(bundle: Path) -> ServedModel:
     return served
 
 
-@pytest.mark.parametrize("query_condition", ["query", "joint"])
 @pytest.mark.parametrize("encoder", ["tfidf", "bert"])
 def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
     tables: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
     encoder: str,
-    query_condition: str,
 ) -> None:
-    if (encoder, query_condition) == ("tfidf", "joint"):
-        return  # TF-IDF has no [SEP]
     text = str(tmp_path / "text")
     name = request.getfixturevalue("bert") if encoder == "bert" else encoder
-    config = TextConfig(max_tokens=24, svd=12, query_condition=query_condition)  # type: ignore[arg-type]
+    config = TextConfig(max_tokens=24, svd=12)
     encode_log(EncodeConfig(tables, text, name, embed=config), say=str)
-    model = serve_qgs(tables, text, tmp_path, query_condition)
+    model = serve_qgs(tables, text, tmp_path)
     rows = build_request_rows(tables)
 
     with warnings.catch_warnings():
@@ -453,7 +427,7 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
         served_text = model.requests.text
         assert not len(served_text.cache._vectors)
         # first without the query's embedding, then without any stored embedding
-        del served_text.query_index[rows["query"][0]]
+        del served_text.index[rows["query"][0]]
         for _ in range(2):
             ranking = model.predict(None, rows)
             assert ranking["item_id"].tolist() == expected["item_id"].tolist()
@@ -461,16 +435,19 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
                 ranking["score"], expected["score"], strict=True
             ):
                 assert scores == pytest.approx(expected_scores, abs=1e-5)
-            served_text.query_index = {}
-            served_text.text = replace(
-                served_text.text,
-                pair_keys=served_text.text.pair_keys[:0],
-                pairs=served_text.text.pairs[:0],
-                joint=served_text.text.joint[:0],
+            served_text = replace(
+                served_text,
+                index={},
+                text=replace(
+                    served_text.text,
+                    pair_keys=served_text.text.pair_keys[:0],
+                    pairs=served_text.text.pairs[:0],
+                ),
             )
+            model.requests.text = served_text
         assert len(served_text.cache._vectors) > len(rows["candidates"][0])
 
-        served_text.encoder = None
+        model.requests.text = replace(served_text, encoder=None)
         with pytest.warns(UserWarning, match="not in the training tables"):
             without_encoder = model.predict(None, rows)
         assert without_encoder["score"].tolist() != expected["score"].tolist()

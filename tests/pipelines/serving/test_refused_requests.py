@@ -131,7 +131,7 @@ def test_both_servers_give_the_same_answers(
     for client in servers["tiger"]:
         (prediction,) = client.post("/invocations", json=body).json()["predictions"]
         assert prediction["item_id"] == ["item-002"]
-        assert prediction["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
+        assert prediction["note"] == "1 of 3 items: 1 allowed"
     buy = {"dataframe_records": [SEARCH], "params": {"label": "buy"}}
     for client in servers["qgs"]:
         assert "'buy'" in read_refusal(client, buy)
@@ -215,12 +215,12 @@ def test_long_and_short_histories_are_ranked_together_as_alone(
     ("history", "params", "note"),
     [
         (["item-001"], {"k": 24}, ""),
-        (["item-001"], {"k": 30}, "24 of 30 items: the catalogue has 24 items"),
-        (["new"], {"k": 30}, "24 of 30 items: the catalogue has 24 items"),
+        (["item-001"], {"k": 30}, "24 of 30 items: 24 allowed"),
+        (["new"], {"k": 30}, "24 of 30 items: 24 allowed"),
         (
             ["item-001"],
             {"k": 3, "allowed": ["item-001", "item-002", "x"], "unseen": True},
-            "1 of 3 items: allowed has 2 items of the catalogue, and the items of the history are left out",
+            "1 of 3 items: 2 allowed, without those of the history",
         ),
     ],
 )

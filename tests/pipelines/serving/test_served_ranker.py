@@ -63,13 +63,9 @@ def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) ->
     assert np.isnan(unseen["score"][0][1])
 
     # Only one pair of query and item still has a text vector.
-    text_requests = model.requests.text
-    text_requests.text = replace(
-        text_requests.text,
-        pair_keys=text_requests.text.pair_keys[:1],
-        pairs=text_requests.text.pairs[:1],
-        joint=text_requests.text.joint[:1],
-    )
+    text = model.requests.text.text
+    text = replace(text, pair_keys=text.pair_keys[:1], pairs=text.pairs[:1])
+    model.requests.text = replace(model.requests.text, text=text)
     with pytest.warns(
         UserWarning, match="1 of 1 pairs of document and query have no text"
     ):
