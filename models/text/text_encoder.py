@@ -149,7 +149,6 @@ class TextEncoder:
         pooling: str,
         max_tokens: int,
         batch_size: int,
-        precision: str = "fp32",
     ) -> None:
         """Load the encoder in float32.
 
@@ -160,7 +159,6 @@ class TextEncoder:
                 token or "mean" over tokens, scaled to length 1.
             max_tokens: Longer texts are truncated.
             batch_size: Texts per forward pass.
-            precision: "fp32", or "bf16" for matrix products.
         """
         import torch
         from sentence_transformers import SentenceTransformer
@@ -170,7 +168,6 @@ class TextEncoder:
         )
 
         self.name, self.pooling, self.batch_size = name, pooling, batch_size
-        self.precision = precision
         with pretrained_source(name) as source:
             location = source.pop("pretrained_model_name_or_path")
             model: Any = SentenceTransformer(
@@ -201,21 +198,16 @@ class TextEncoder:
             seconds: Second texts. Each pair is one input, and the longer text of a pair
                 is truncated first.
         """
-        import torch
-
-        is_bf16 = self.precision == "bf16"
-        device = self.model.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=is_bf16):
-            if seconds is None:
-                vectors = self.model.encode(
-                    texts, batch_size=self.batch_size, show_progress_bar=False
-                )
-            else:
-                batches = []
-                for start in range(0, len(texts), self.batch_size):
-                    rows = slice(start, start + self.batch_size)
-                    batches.append(self._encode_pairs(texts[rows], seconds[rows]))
-                vectors = np.concatenate(batches)
+        if seconds is None:
+            vectors = self.model.encode(
+                texts, batch_size=self.batch_size, show_progress_bar=False
+            )
+        else:
+            batches = []
+            for start in range(0, len(texts), self.batch_size):
+                rows = slice(start, start + self.batch_size)
+                batches.append(self._encode_pairs(texts[rows], seconds[rows]))
+            vectors = np.concatenate(batches)
         vectors = vectors.astype(np.float32, copy=False)
         is_valid = np.abs(vectors) <= LARGEST_NUMBER
         if not is_valid.all():
@@ -248,7 +240,6 @@ class TextEncoder:
             "pooling": "folder",  # which the model now is
             "max_tokens": self.max_tokens,
             "batch_size": self.batch_size,
-            "precision": self.precision,
         }
         (Path(folder) / SETTINGS).write_text(json.dumps(settings))
 

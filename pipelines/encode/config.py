@@ -24,9 +24,6 @@ class EmbedConfig:
 
     template: str = ""
     """Item text, such as '{title}. {brand}'; empty joins all text columns by spaces."""
-    empty: Literal["encode", "error"] = "encode"
-    """Items without text: `encode` encodes the empty string and reports their number,
-    `error` stops the job."""
     pooling: Literal["folder", "mean", "cls"] = "folder"
     """`folder`: as the folder of sentence-transformers says; the mean in a folder of
     transformers. `mean` over tokens, or the `cls` token's state, scaled to length 1."""
@@ -35,9 +32,6 @@ class EmbedConfig:
     batch_size: PositiveInt = 32
     """Texts per forward pass; a batch holds texts of similar length and is padded to
     its longest."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """`fp32`, or `bf16` for the encoder's matrix products, which is faster on GPUs and
-    newer CPUs."""
     workers: NonNegativeInt = 0
     """Maximum number of encoder actors. 0: one per GPU or, without GPUs, one per CPU;
     on a cluster with an autoscaler also one per 4 blocks of texts, up to 32, so that
@@ -50,14 +44,9 @@ class EmbedConfig:
     svd: PositiveInt = 256
     """Width of the TF-IDF encoder's truncated SVD."""
 
-    def encoder_options(self) -> tuple[str, int, int, str]:
+    def encoder_options(self) -> tuple[str, int, int]:
         """Return the arguments of `TextEncoder` that follow its name."""
-        return (
-            self.pooling,
-            self.max_tokens,
-            self.batch_size,
-            self.precision,
-        )
+        return self.pooling, self.max_tokens, self.batch_size
 
 
 @dataclass(config=STRICT, frozen=True)

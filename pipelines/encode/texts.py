@@ -110,7 +110,7 @@ def item_texts(
     if num_empty:
         columns = ", ".join(text_columns(items.column_names, config.template))
         summary = f"{num_empty:,} of {len(texts):,} items have no text in {columns}"
-        if config.empty == "error" or num_empty == len(texts):
+        if num_empty == len(texts):
             raise UserError(f"{summary}")
         say(f"note: {summary}; their embeddings carry no information about them")
     if len(texts) > 1 and len(set(texts)) == 1:
@@ -396,7 +396,7 @@ def text_settings(encoder: str, config: EmbedConfig) -> dict[str, Any]:
     """Return the encoder and the options that embeddings of texts depend on."""
     unused = {"batch_size", "workers", "use_gpu", "memory_gb", "svd"}
     if encoder == "tfidf":
-        unused = config.__dict__.keys() - {"template", "empty", "svd"}
+        unused = config.__dict__.keys() - {"template", "svd"}
     options = asdict(config)
     return {"encoder": encoder} | {
         name: options[name] for name in options.keys() - unused
