@@ -121,10 +121,6 @@ class TrainingRun:
                 module, init, initial, catalogue.num_items, trains=True
             )
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
-        learned_per_example = train.examples.num_learned / len(train)
-        # After `prepare_training`: the teacher's outputs cover all examples, as other
-        # runs share them.
-        train.keep_random(fit.train_examples)
         return cls(
             model=module,
             catalogue=catalogue,
@@ -134,7 +130,7 @@ class TrainingRun:
             device=torch.device(device),
             world=world,
             messages=messages,
-            learned_per_example=learned_per_example,
+            learned_per_example=train.examples.num_learned / len(train),
         )
 
     def validate(self, model: nn.Module) -> tuple[dict[str, float], int]:

@@ -264,12 +264,6 @@ class Dataset:
         """Return the (u,) mask of users that this worker evaluates, given (u,) rows."""
         return users % self.world == self.rank
 
-    def keep_random(self, limit: int) -> None:
-        """Keep a random sample of at most `limit` examples; 0 keeps all."""
-        if 0 < limit < len(self):
-            sample = np.random.default_rng(0).permutation(len(self))[:limit]
-            self.examples = self.examples.take(np.sort(sample))
-
     def num_steps(self, batch_size: int) -> int:
         """Return the number of global batches of an epoch.
 

@@ -49,9 +49,6 @@ class FitConfig:
     training stops early; 0 disables early stopping."""
     eval_every_epochs: PositiveInt = 1
     """Epochs between validations; the last epoch is always validated."""
-    train_examples: NonNegativeInt = 0
-    """Number of training examples, sampled once and used in every epoch; 0 uses all
-    examples."""
     replay_fraction: Fraction = 1.0
     """Fraction of the training examples of the --init checkpoint to train on again,
     in addition to all newer examples; sampled once and used in every epoch."""

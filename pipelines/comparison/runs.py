@@ -40,7 +40,6 @@ TEXTS = (
     "fit.seed",
     "fit.batch_size",
     "fit.max_epochs",
-    "fit.train_examples",
     "fit.eval_options.unseen",
     "fit.eval_examples",
     "evaluate.batch_size",

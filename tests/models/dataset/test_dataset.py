@@ -129,21 +129,6 @@ def test_a_continued_epoch_has_the_rest_of_the_batches(sequences, name):
             )
 
 
-@pytest.mark.parametrize("name", ["retrieval", "search", "actions_cut"])
-def test_a_random_subset_is_the_same_for_any_number_of_workers(sequences, name):
-    (whole,) = load_ranks(sequences, name, "train")
-    (subset,) = load_ranks(sequences, name, "train")
-    ranks = load_ranks(sequences, name, "train", 2)
-    for dataset in (subset, *ranks):
-        dataset.keep_random(17)
-
-    steps = list_step_examples([subset], 1, 4)
-
-    assert sum(steps, Counter()).total() == len(subset) == 17
-    assert list_step_examples(ranks, 1, 4) == steps
-    assert subset.num_steps(4) < whole.num_steps(4)
-
-
 @pytest.mark.parametrize("limit", [0, 17])
 @pytest.mark.parametrize("name", ["retrieval", "search", "actions"])
 def test_workers_evaluate_each_example_once(sequences, name, limit):
