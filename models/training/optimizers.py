@@ -118,7 +118,7 @@ def group_parameters(
     """
     no_decay_ids = set()
     for module in model.modules():
-        exempt = getattr(module, "no_decay_parameters", list)()
+        exempt: list[nn.Parameter] = getattr(module, "no_decay_parameters", list)()
         no_decay_ids |= {id(parameter) for parameter in exempt}
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
