@@ -292,8 +292,6 @@ class ItemsInfo(TableInfo):
     """Number of described items without a behaviour; None if they are left out."""
     stamps: dict[str, list[int]] = field(default_factory=dict)
     """Size and modification time in ns of each item file."""
-    catalogue_of: str | None = None
-    """Folder of the tables whose items these are."""
 
 
 @dataclass(config=STRICT, frozen=True)

@@ -82,7 +82,7 @@ def print_first_rows(options: PrepareOptions) -> None:
 
     source, max_rejects = load_source(options.source)[0], options.max_rejects
     resolve_config(source, options.input, options.settings)
-    sample = preview(source, options.input, items=options.catalogue is None)
+    sample = preview(source, options.input)
     for line in [*lines(sample), *describe_unread(source, options.input)]:
         print(line)
     for part in sample:

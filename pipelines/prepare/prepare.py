@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import psutil
 from pyarrow import fs
 
-from core.errors import UserError, pluralize
+from core.errors import pluralize
 from core.files import file_info, join, write_file
 from core.schemas import (
     INFO_CLASSES,
@@ -31,14 +31,14 @@ from core.schemas import (
     Split,
 )
 from core.splits import SPLITS
-from core.tables import Table, check_replaceable, find_table, open_table, writing
+from core.tables import Table, check_replaceable, find_table, writing
 from pipelines.prepare.events.build_events import (
     LoadStats,
     count_partitions,
     make_events,
 )
 from pipelines.prepare.executor import Executor
-from pipelines.prepare.items.catalogue import copy_items, make_items
+from pipelines.prepare.items.catalogue import make_items
 from pipelines.prepare.kinds.registry import KINDS, resolve_config
 from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.summary import collect_warnings, summarise
@@ -145,9 +145,6 @@ def prepare(
     config = resolve_config(source, input_uri, config)
     kind = KINDS[config.kind]
     behaviour = None if kind.uses_all_events else config.behaviour
-    catalogue = None
-    if config.catalogue is not None:
-        catalogue = open_table(join(config.catalogue, "items"), ItemsInfo)
     with ExitStack() as stack:
         stack.enter_context(writing(output_uri))
         as_of = [f"{PREFIX}{name}" for name in source.as_of]
@@ -164,8 +161,7 @@ def prepare(
             partitions = found["events"].config["partitions"]
         elif not partitions:
             files = [*source.event_files(input_uri), *source.user_files(input_uri)]
-            if catalogue is None:
-                files += source.item_files(input_uri)
+            files += source.item_files(input_uri)
             partitions = count_partitions([join(input_uri, file) for file in files])
         free = psutil.virtual_memory().available
         fits = partitions * MEMORY_PER_PARTITION <= free / 2
@@ -192,11 +188,8 @@ def prepare(
             report(line)
         stack.enter_context(tables.clean_up_on_error(*TABLES, *as_of))
         events, load_stats = make_events(run, partitions)
-        split = _choose_split(run, events, load_stats, catalogue)
-        if catalogue is None:
-            items = make_items(run, events, load_stats, split)
-        else:
-            items = copy_items(run, events, load_stats, catalogue, split)
+        split = _choose_split(run, events, load_stats)
+        items = make_items(run, events, load_stats, split)
         sequences = make_sequences(run, kind, events, items, split)
         tables.put_in_place()
         statistics = summarise(events, items, sequences)
@@ -210,23 +203,11 @@ def prepare(
     return Prepared(source, events, items, sequences)
 
 
-def _choose_split(
-    run: Run,
-    events: Table[EventsInfo],
-    load_stats: LoadStats,
-    catalogue: Table[ItemsInfo] | None,
-) -> Split:
-    """Return the split of other or earlier tables, or compute one."""
-    config, has_clock_times = run.config, events.info.log.clock
-    if catalogue is not None:
-        split = catalogue.info.split
-        if split.by == "temporal" and not has_clock_times:
-            raise UserError(
-                f"{config.catalogue} is split by time, but this log has no clock times"
-            )
-        return split
+def _choose_split(run: Run, events: Table[EventsInfo], load_stats: LoadStats) -> Split:
+    """Return the split of earlier tables, or compute one."""
+    config = run.config
     if config.split.by == "leave_last_out":
-        if has_clock_times:
+        if events.info.log.clock:
             run.report(
                 "warning: split.by is leave_last_out, which trains on behaviours of "
                 "other users that are later than a test request"

@@ -138,8 +138,8 @@ def check_rows(tables: Tables, rule: Rule) -> None:
 def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     """Check the `items` table against the k-core of the events.
 
-    A fresh log has the catalogue of other tables (`catalogue_of`). A catalogue
-    of described items (`items_without_behaviours`) also has items without behaviours.
+    A catalogue of described items (`items_without_behaviours`) also has items without
+    behaviours.
 
     Returns:
         The users (`user_id`) in the k-core.
@@ -150,7 +150,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     row = pl.int_range(pl.len(), dtype=pl.Int32)
     previous = pl.col("item_id").shift(1)
     is_wrong = (pl.col("item_id") <= previous).fill_null(False)
-    if table.extends or info.catalogue_of:
+    if table.extends:
         is_wrong = ~pl.col("item_id").is_first_distinct()
     is_wrong |= pl.col("item_index").ne_missing(row) | pl.col("item_id").is_null()
     ordered = items.with_columns(row=row, previous=previous, is_wrong=is_wrong)
@@ -159,23 +159,20 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
         "item {item_id}: index {item_index} in row {row}, after {previous}",
     )
     core, split = info.core, info.split
-    is_frozen = info.catalogue_of is not None
     num_described = info.items_without_behaviours
     events = tables.events
     if info.behaviour:
         events = tables.filter_behaviours(events)
     num_unused = items.join(events, on="item_id", how="anti").height
     protected = items["item_id"]
-    if not is_frozen and num_described is None:
+    if num_described is None:
         protected = protected.clear()
     if info.core_window == "train" and split.by == "temporal":
         known = tables.known_time_column if info.behaviour else "timestamp_ms"
         events = events.filter(pl.col(known) < split.val_start_ms)
-    core_events = _filter_core(events, max(core, 1), protected, is_frozen)
+    core_events = _filter_core(events, max(core, 1), protected)
     core_items = core_events.select("item_id").unique()
-    if is_frozen:
-        core_items = items.select("item_id")
-    elif num_described is None:
+    if num_described is None:
         rule.add_rows(
             items.join(core_items, on="item_id", how="anti"),
             "item {item_id}: in the catalogue, but not in the {core}-core of events",
@@ -203,8 +200,6 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
 def check_texts(tables: Tables, rule: Rule) -> None:
     """Check the texts of items that come from events against the latest before val."""
     info, events = tables.opened["items"].info, tables.events
-    if info.catalogue_of:
-        return
     if info.split.by == "temporal":
         events = events.filter(pl.col("timestamp_ms") < info.split.val_start_ms)
     for name in [name for name in events.columns if name.startswith("text_")]:
@@ -221,13 +216,9 @@ def check_texts(tables: Tables, rule: Rule) -> None:
         )
 
 
-def _filter_core(
-    events: pl.DataFrame, core: int, protected: pl.Series, is_frozen: bool
-) -> pl.DataFrame:
+def _filter_core(events: pl.DataFrame, core: int, protected: pl.Series) -> pl.DataFrame:
     """Return the events of the k-core, by the naive algorithm."""
     is_protected = pl.col("item_id").is_in(protected.implode())
-    if is_frozen:
-        return events.filter(is_protected).filter(pl.len().over("user_id") >= core)
     while True:
         remaining = events.filter(pl.len().over("user_id") >= core)
         has_events = pl.len().over("item_id") >= core

@@ -1,7 +1,7 @@
 """Build the table `items`: the catalogue of a log, with metadata from item files.
 
-`python -m jobs.prepare` calls `make_items`, or `copy_items` for a log with the
-catalogue of other tables. One process holds all items and all rows of the item files.
+`python -m jobs.prepare` calls `make_items`. One process holds all items and all rows of
+the item files.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 import polars as pl
 
 from core.errors import UserError
-from core.files import join, open_uri, write_file
-from core.schemas import ItemsInfo, Match, Split, items_schema
+from core.schemas import ItemsInfo, Match, Split
 from core.tables import Table, write_part
 from pipelines.prepare.events.build_events import LoadStats, check_matched
 from pipelines.prepare.events.parts import read_events
@@ -196,67 +195,3 @@ def _check_metadata(run: Run, in_core: pl.DataFrame, described: pl.Series) -> No
         others=described.head(2).to_list(),
     )
     check_matched(match, "item", run.config.min_matched, run.report)
-
-
-def copy_items(
-    run: Run,
-    events: Table,
-    load_stats: LoadStats,
-    original: Table[ItemsInfo],
-    split: Split,
-) -> Table[ItemsInfo]:
-    """Write the items of other tables as the items of this log (`--catalogue TABLES`).
-
-    The parts are copied, so semantic IDs and checkpoints of the other tables fit.
-    Events are split at the times of the other tables, so that the test split has no
-    request from their training window.
-    """
-    config, catalogue = run.config, run.config.catalogue
-    settings = {"catalogue": original.hash, "behaviour": run.behaviour}
-    inputs = {"events": events.hash, "catalogue": original.hash}
-    if finished := run.tables.find_finished(ItemsInfo, settings, inputs):
-        return finished
-    seen = load_stats().items
-    catalogue_ids = pl.Series(original.read(["item_id"])["item_id"])
-    is_inside = seen["id"].is_in(catalogue_ids.implode())
-    share = int(seen.filter(is_inside)["count"].sum()) / int(seen["count"].sum())
-    if not share or share < config.min_matched:
-        others = seen["id"].filter(~is_inside).head(2).to_list()
-        raise UserError(
-            f"{share:.1%} of the behaviours are on items of the catalogue of "
-            f"{catalogue}, below min_matched {config.min_matched:g}: it does not "
-            f"have {', '.join(map(repr, others))}"
-        )
-    info = ItemsInfo(
-        texts=original.info.texts,
-        attributes=original.info.attributes,
-        numbers=original.info.numbers,
-        catalogue_of=catalogue,
-        core=config.core,
-        core_window="all",
-        behaviour=run.behaviour,
-        split=split,
-        split_made_from=run.split_inputs(events),
-        items_before_core=seen.height,
-        dropped_items=int((~is_inside).sum()),
-        items_without_metadata=original.info.items_without_metadata,
-        metadata_outside_catalogue=0,
-    )
-    with run.tables.clean_up_on_error("items"):
-        for part, uri in zip(original.files, original.part_uris(), strict=True):
-            filesystem, path = open_uri(uri)
-            with filesystem.open_input_file(path) as file:
-                write_file(join(run.tables.table_uri("items"), part.path), file.read())
-        items = run.tables.commit(
-            "items",
-            items_schema(info.texts, info.attributes, info.numbers),
-            original.files,
-            settings,
-            inputs,
-            info,
-        )
-    run.report(
-        f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are "
-        f"on them, {info.dropped_items:,} other items dropped"
-    )
-    return items

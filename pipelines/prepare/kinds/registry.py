@@ -50,7 +50,6 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     retrieval_only = {
         "history": info.history,
         "duplicates": config.duplicates != "drop",
-        "catalogue": config.catalogue is not None,
         "baskets": config.baskets is not None,
     }
     refused = [key for key, is_set in retrieval_only.items() if is_set]
@@ -113,6 +112,5 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     source.user_files(input_uri)
     for section in source.as_of.values():
         section.list_files(input_uri)
-    if config.catalogue is None:
-        source.item_files(input_uri)
+    source.item_files(input_uri)
     return replace(config, split=replace(config.split, by=split))

@@ -114,18 +114,16 @@ def collect_warnings(
         )
     lines += KINDS[info.kind].warn(info)
     lines += describe_id_order(sequences)
-    # no model is trained on a log with the catalogue of other tables
-    if not items.info.catalogue_of:
-        requests = info.requests
-        tied = getattr(info, "tied_targets", {})
-        for name in SPLITS[1:]:
-            if requests[name] < MIN_REQUESTS:
-                lines.append(f"there are only {requests[name]:,} {name} requests")
-            if tied.get(name):
-                lines.append(
-                    f"{tied[name]:,} of {requests[name]:,} {name} requests have the "
-                    f"time of another of their user; a hash decides which is held out"
-                )
+    tied = getattr(info, "tied_targets", {})
+    for name in SPLITS[1:]:
+        requests = info.requests[name]
+        if requests < MIN_REQUESTS:
+            lines.append(f"there are only {requests:,} {name} requests")
+        if tied.get(name):
+            lines.append(
+                f"{tied[name]:,} of {requests:,} {name} requests have the time of "
+                f"another of their user; a hash decides which is held out"
+            )
     return [f"warning: {line}" for line in lines]
 
 

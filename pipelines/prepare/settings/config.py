@@ -210,9 +210,6 @@ class PrepareConfig(SequencesConfig):
     duplicates: Literal["drop", "keep"] = "drop"
     """Events that repeat another in every column that the mapping reads: `drop` treats
     them as logged twice; `keep` treats them as real, such as two purchases of a day."""
-    catalogue: str | None = None
-    """TABLES of a trained model, whose catalogue and split times are used for this log,
-    for batch inference and evaluation. Events on other items are dropped."""
     counts_as_of: Free = None
     """Time as ISO 8601 (UTC) or epoch ms: also writes the table `counts`, with counts
     of all strictly earlier events, for a served model. Kind `search` only."""
@@ -243,12 +240,8 @@ class PrepareOptions(PrepareConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.append and (self.overwrite or self.catalogue):
-            other = "overwrite" if self.overwrite else "catalogue"
-            raise ValueError(
-                f"append and {other} are both given; append keeps the tables and their "
-                "items"
-            )
+        if self.append and self.overwrite:
+            raise ValueError("append and overwrite are both given")
 
     @property
     def settings(self) -> PrepareConfig:

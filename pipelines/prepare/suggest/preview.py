@@ -40,19 +40,13 @@ class Preview:
     """Columns that no row had, each with a hint at a similar name."""
 
 
-def preview(log: Log, input_uri: str, *, items: bool) -> list[Preview]:
-    """Read the first rows of events and items.
-
-    Args:
-        log: Log to read.
-        input_uri: Input folder.
-        items: Whether to read the item files.
-    """
+def preview(log: Log, input_uri: str) -> list[Preview]:
+    """Read the first rows of events and items."""
     users = read_users(log, input_uri, log.user_files(input_uri)[:1])
     user_rows = users.rows if users else None
     read = partial(read_events, log, input_uri, users=user_rows)
     sections: list[Any] = [("events", log.event_files(input_uri), read, log.columns)]
-    if items and log.items and (files := log.item_files(input_uri)):
+    if log.items and (files := log.item_files(input_uri)):
         read_items = partial(read_section_file, log.items, input_uri)
         sections.append(("items", files, read_items, log.items.columns))
     previews = []

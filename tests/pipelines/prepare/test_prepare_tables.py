@@ -170,13 +170,6 @@ def test_files_that_were_appended_may_go_and_the_pattern_may_grow(
     prepare_log(MAPPING, raw, out, append=True)
     assert read_write_times(out) == before
 
-    # Another log takes the catalogue, whose items are not in the order of their ids.
-    options = {"catalogue": out, "core": 0}
-    prepare_log(MAPPING, raw, tmp_path / "fresh", **options)
-    ids = [row["item_id"] for row in read_rows(tmp_path / "fresh", "items")]
-    assert ids == [row["item_id"] for row in read_rows(out, "items")] != sorted(ids)
-    assert find_violations(str(tmp_path / "fresh")) == {}
-
 
 STEADY_LINE = json.dumps(STEADY[-1]) + "\n"
 

@@ -10,7 +10,6 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from core.errors import UserError
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
 from core.tables import Table
@@ -59,7 +58,7 @@ class RetrievalBuilder(SequenceBuilder):
     def is_behaviour(self) -> pl.Expr:
         """Whether an event is a behaviour of a user with `core` or more of them."""
         is_behaviour = is_counted = super().is_behaviour
-        if self.config.core_window == "train" and self.config.catalogue is None:
+        if self.config.core_window == "train":
             is_counted = is_counted & (pl.col("known") < self.split.val_start_ms)
         num_counted = is_counted.sum().over("user")
         return is_behaviour & (num_counted >= max(self.config.core, 1))
@@ -103,13 +102,7 @@ class RetrievalBuilder(SequenceBuilder):
         requests = built.per_split("requests")
         without_history = built.per_split("without_history")
         usable = {name: requests[name] - without_history[name] for name in SPLITS}
-        if self.config.catalogue is None:
-            require_training(usable, "request with a history")
-        elif not built.count["users"]:
-            raise UserError(
-                f"no user has {max(self.config.core, 1)} behaviours on the catalogue "
-                f"of {self.config.catalogue}"
-            )
+        require_training(usable, "request with a history")
         return {
             "baskets": self.config.baskets,
             "tied_targets": built.tied_targets(),
