@@ -27,11 +27,11 @@ from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
@@ -57,41 +57,19 @@ of Ray that sets other variables, only this saving is lost.
 
 
 @dataclass(config=STRICT)
-class ResourceLimits:
-    """Part of a shared cluster that one job may use at once."""
-
-    cpu: NonNegativeFloat = 0
-    """CPUs of all tasks together; 0: all CPUs of the cluster."""
-    memory_gb: NonNegativeFloat = 0
-    """GiB of memory that all tasks together reserve (`ray_data.memory_gb` each); 0: all
-    memory of the cluster."""
-
-
-@dataclass(config=STRICT)
 class RayDataConfig:
     """Settings of Ray Data. They do not change the contents of the tables."""
 
     shuffle_batch_mb: PositiveInt = 64
     """MiB of rows that one shuffle task splits by partition."""
-    compression: Literal["auto", "none", "lz4", "zstd"] = "auto"
-    """Compression of rows between tasks; auto: none on one node, lz4 between nodes."""
     read_mb: PositiveInt = 128
     """MiB of a plain file that one task reads; a compressed file is read by one
     task."""
     memory_gb: NonNegativeFloat = 0
     """GiB of memory that Ray reserves for each task, which limits the tasks per node;
     0: only CPUs limit the tasks per node."""
-    resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
-    """Part of a shared cluster that prepare may use at once."""
-
-    def __post_init__(self) -> None:
-        limits = self.resource_limits
-        if 0 < limits.memory_gb < self.memory_gb:
-            raise ValueError(
-                f"ray_data.resource_limits.memory_gb is {limits.memory_gb:g}, less "
-                f"than the {self.memory_gb:g} that one task reserves "
-                f"(ray_data.memory_gb)"
-            )
+    max_cpus: NonNegativeInt = 0
+    """CPUs of a shared cluster that all tasks together use; 0: all CPUs."""
 
 
 MIN_SHARD_BYTES = 128 << 10
@@ -240,15 +218,10 @@ class Executor:
         self._start_ray()
         import ray
 
-        limits, max_tasks = self.settings.resource_limits, MAX_PENDING_TASKS
-        if limits.cpu:
-            max_tasks = min(max_tasks, int(limits.cpu))
-        if limits.memory_gb and self.settings.memory_gb:
-            by_memory = int(limits.memory_gb / self.settings.memory_gb)
-            max_tasks = min(max_tasks, by_memory)
+        max_tasks = min(MAX_PENDING_TASKS, self.settings.max_cpus or MAX_PENDING_TASKS)
         pending: dict[Any, int] = {}
         while True:
-            free = max(1, max_tasks) - len(pending)
+            free = max_tasks - len(pending)
             for index, reference in islice(references, free):
                 pending[reference] = index
             if not pending:
@@ -316,20 +289,16 @@ class Executor:
         quiet_ray_data()
         context = DataContext.get_current().copy()
         context.shuffle_strategy = "shuffle_v2"
-        compression: str = self.settings.compression
-        if compression == "auto":
-            nodes = [node for node in ray.nodes() if node["Alive"]]
-            compression = "lz4" if len(nodes) > 1 else "none"
-        context.shuffle_compression = compression
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        context.shuffle_compression = "lz4" if len(nodes) > 1 else "none"
         # With Ray's default of 1 GiB, one task would shuffle 20 million events.
         batch_bytes = max(
             self.settings.shuffle_batch_mb << 20, num_partitions * MIN_SHARD_BYTES
         )
         context.shuffle_input_batch_bytes = batch_bytes
         context.target_max_block_size = batch_bytes
-        limits = self.settings.resource_limits
         context.execution_options.resource_limits = ExecutionResources.for_limits(
-            cpu=limits.cpu or None, memory=limits.memory_gb * 2**30 or None
+            cpu=self.settings.max_cpus or None
         )
         return context
 

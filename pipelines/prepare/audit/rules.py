@@ -31,7 +31,6 @@ from pipelines.prepare.audit.events import (
 )
 from pipelines.prepare.audit.retrieval import check_retrieval_tables
 from pipelines.prepare.audit.search import check_search_tables
-from pipelines.prepare.audit.sequences import note_id_order
 
 RULES = {
     "files": "files have the sizes, hashes, rows and columns that manifests list",
@@ -118,8 +117,6 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         progress("sequences")
         users = KINDS[sequences.info.kind](tables, rules, core_users)
         check_users(tables, users, rules["users"])
-        if not sequences.info.log.clock:
-            rules["history"].note = note_id_order(tables.sequences)
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(
             f"{uri} lacks a column: {str(error).partition(';')[0]}", "format"

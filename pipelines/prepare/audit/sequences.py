@@ -448,16 +448,3 @@ def check_category(
             f"values of {name}: {len(listed):,} in the manifest, {len(values):,} in "
             f"training rows; only one of them has {differing}"
         )
-
-
-def note_id_order(sequences: pl.DataFrame) -> str:
-    """Return a note if more than 60% of at least 1,000 steps ascend by item id."""
-    steps = sequences["item_index"].list.diff(null_behavior="drop").explode()
-    steps = steps.filter(steps != 0)
-    share = (steps > 0).sum() / max(1, len(steps))
-    if len(steps) < 1000 or share <= 0.6:
-        return ""
-    return (
-        f"{share:.0%} of adjacent behaviours have ascending item ids, 50% "
-        "where the order is real: ties seem to be broken by id"
-    )

@@ -242,7 +242,7 @@ def test_pieces_of_large_files_on_ray_keep_the_order_of_the_log(tmp_path: Path) 
     }
     prepare_log(mapping, tmp_path, tmp_path / "alone")
 
-    options: Row = {"ray_data.read_mb": 1, "ray_data.resource_limits.cpu": 1}
+    options: Row = {"ray_data.read_mb": 1, "ray_data.max_cpus": 1}
     prepare_log(mapping, tmp_path, tmp_path / "ray", partitions=3, **options)
 
     assert find_violations(str(tmp_path / "ray")) == {}
