@@ -31,8 +31,7 @@ def __getattr__(name: str) -> Any:
 
 def run(options: SimulateOptions) -> None:
     """Write the log, and print the next command."""
-    from pipelines.prepare.kinds.registry import KINDS
-    from pipelines.prepare.simulate import simulate_log
+    from pipelines.prepare.kinds.registry import KINDS, simulate_log
 
     simulate_log(options)
     source = f"jobs/configs/sources/{KINDS[options.kind].simulated_source}.yaml"

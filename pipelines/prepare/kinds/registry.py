@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from core.errors import raise_first
-from core.options import check_known
+from core.options import as_base, check_known
 from pipelines.prepare.kinds.actions.sequences import ActionsBuilder
 from pipelines.prepare.kinds.retrieval.sequences import RetrievalBuilder
 from pipelines.prepare.kinds.search.sequences import SearchBuilder
+from pipelines.prepare.kinds.simulation import Settings, SimulateOptions, write_log
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.times import MAX_TIME_MS, MIN_TIME_MS
 from pipelines.prepare.sequences.builder import SequenceBuilder
@@ -114,3 +115,15 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
         section.list_files(input_uri)
     source.item_files(input_uri)
     return replace(config, split=replace(config.split, by=split))
+
+
+def simulate_log(options: SimulateOptions) -> None:
+    """Write a simulated log, unless the folder already holds the log of the options."""
+    check_known([options.kind], KINDS, "kind")
+    settings, draw_log = as_base(options, Settings), KINDS[options.kind].draw_log
+    is_new = write_log(options.output, options.kind, settings, draw_log)
+    print(
+        f"{'simulated' if is_new else 'up to date:'} {settings.events:,} events of "
+        f"{settings.users:,} users on {settings.items:,} items, seed {settings.seed}: "
+        f"{options.output}"
+    )

@@ -17,16 +17,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from core.errors import UserError
 from core.files import join
-from core.options import build, check_known, read_yaml
+from core.options import build, changed, check_known, read_yaml
 from core.schemas import LogInfo, events_schema, items_schema
 from pipelines.prepare.reading.read import Files, check_condition, check_sql, list_files
 from pipelines.prepare.reading.times import Time, parse_iso_ms
@@ -421,7 +421,7 @@ class Log(Files):
             return label
         time = {"column": time} if isinstance(time, str) else dict(time)
         if not {"unit", "format"} & set(time):
-            time = {**_changed_fields(self.event_time), **time}
+            time = {**changed(self.event_time), **time}
         built: Time = build(Time, time, f"{key}.time.")
         if (
             built.has_clock_times != self.has_clock_times
@@ -502,7 +502,10 @@ class Log(Files):
     @property
     def config(self) -> dict[str, Any]:
         """Keys whose values differ from the defaults, as plain values."""
-        return dict(_changed_fields(self))
+        values: dict[str, Any] = TypeAdapter(Log).dump_python(
+            self, exclude_defaults=True
+        )
+        return values
 
     @property
     def events_config(self) -> dict[str, Any]:
@@ -558,21 +561,6 @@ class Log(Files):
     def user_files(self, input_uri: str) -> list[str]:
         """Return the user files relative to the input folder, sorted."""
         return self.users.list_files(input_uri) if self.users else []
-
-
-def _changed_fields(value: Any) -> Any:
-    """Convert a dataclass to a dict of the fields that differ from their defaults."""
-    if isinstance(value, dict):
-        return {key: _changed_fields(inner) for key, inner in value.items()}
-    if not is_dataclass(value):
-        return value
-    changed = {}
-    for f in fields(value):
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        current = getattr(value, f.name)
-        if current != default:
-            changed[f.name] = _changed_fields(current)
-    return changed
 
 
 def parse_log(content: dict[str, Any]) -> Log:
