@@ -480,9 +480,6 @@ class SearchInfo(SequencesInfo):
     candidates_outside: int
     requests_truncated: int
     requests_without_query: int
-    requests_spread: int
-    """Number of requests whose results have different times."""
-    max_request_spread_ms: int
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -571,7 +568,6 @@ class ActionsInfo(SequencesInfo):
     users_with_candidates: dict[str, int]
     users_with_context: dict[str, int]
     users_without_context: dict[str, int]
-    events_without_context: dict[str, int]
     events_outside: int
     """Number of events of items outside the catalogue."""
 

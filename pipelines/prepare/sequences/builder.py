@@ -57,9 +57,6 @@ from pipelines.prepare.sequences.custom_features import (
 from pipelines.prepare.sequences.splits import assign_splits, count_splits
 from pipelines.prepare.settings.config import PrepareConfig, SequencesConfig
 
-MAX_COUNTS = ("max_length", "max_spread_ms")
-"""Counts that are the maximum over parts, not the sum."""
-
 
 @dataclass(frozen=True)
 class BuiltPart:
@@ -403,10 +400,9 @@ def make_sequences(
     last_report = time.monotonic()
     for index, part in results:
         built_by_index[index] = part
-        maxima = {name: max(count[name], part.count[name]) for name in MAX_COUNTS}
+        longest = max(count["max_length"], part.count["max_length"])
         count.update(part.count)
-        for name, maximum in maxima.items():
-            count[name] = maximum
+        count["max_length"] = longest
         if time.monotonic() - last_report >= 1:
             last_report = time.monotonic()
             run.report(

@@ -206,7 +206,6 @@ def test_sequences_have_tasks_features_and_split_boundaries(prepared: Prepared) 
     assert info["requests"] == {"train": 4, "val": 1, "test": 3}
     assert info["users_with_candidates"] == {"train": 1, "val": 1, "test": 2}
     assert info["users_without_context"] == {"train": 1, "val": 0, "test": 1}
-    assert info["events_without_context"]["test"] == 2
 
 
 def prepare_viewers(folder: Path) -> str:

@@ -105,11 +105,10 @@ def build_requests(rows: list[dict], folder: Path) -> tuple[list[dict], Counter[
 
 
 def test_results_with_different_times_are_one_request(tmp_path: Path) -> None:
-    [request], count = build_requests(make_results(), tmp_path)
+    [request], _ = build_requests(make_results(), tmp_path)
     assert (request["timestamp_ms"], request["history_end"]) == (0, 0)
     assert request["candidates"] == [CATALOGUE.index(item) for item in "abca"]
     assert request["label_click"] == [True, False, True, False]
-    assert (count["requests_spread"], count["max_spread_ms"]) == (1, 3000)
 
 
 def test_a_request_between_the_results_of_another_has_the_clicks_before_it_as_history(
@@ -125,9 +124,8 @@ def test_a_request_between_the_results_of_another_has_the_clicks_before_it_as_hi
 
 
 def test_without_request_ids_results_of_one_time_are_a_request(tmp_path: Path) -> None:
-    requests, count = build_requests(make_results(request_id=""), tmp_path)
+    requests, _ = build_requests(make_results(request_id=""), tmp_path)
     assert [request["history_end"] for request in requests] == [0, 1, 1, 2]
-    assert count["requests_spread"] == 0
 
 
 def repeat_after_a_day() -> list[dict]:

@@ -82,7 +82,6 @@ class ActionsBuilder(SequenceBuilder):
         "users_with_candidates",
         "users_with_context",
         "users_without_context",
-        "events_without_context",
         "events_outside",
         "dropped",
     )
@@ -184,9 +183,6 @@ class ActionsBuilder(SequenceBuilder):
             sizes = users.select(
                 has_candidates.sum().alias(f"users_{name}"),
                 (has_candidates & has_context).sum().alias(f"with_context_{name}"),
-                num_candidates.filter(~has_context)
-                .sum()
-                .alias(f"events_without_context_{name}"),
             )
             count.update(sizes.row(0, named=True))
             context = pl.col(f"{name}_end")
@@ -283,7 +279,6 @@ class ActionsBuilder(SequenceBuilder):
             "users_without_context": {
                 name: users[name] - with_context[name] for name in SPLITS
             },
-            "events_without_context": built.per_split("events_without_context"),
             "events_outside": built.count["outside"],
         }
 

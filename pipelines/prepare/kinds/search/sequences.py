@@ -71,7 +71,6 @@ COUNTS = (
     "candidates_outside",
     "requests_truncated",
     "requests_without_query",
-    "requests_spread",
 )
 """Counts of the log that the info of sequences has."""
 
@@ -92,8 +91,6 @@ class SearchBuilder(SequenceBuilder):
         "requests_one_class",
         "requests_without_query",
         "requests_outside",
-        "requests_spread",
-        "max_request_spread_ms",
         "candidates_outside",
     )
     text_tables = ("items", "queries", "pairs", "tokens")
@@ -227,19 +224,16 @@ class SearchBuilder(SequenceBuilder):
         searches = events.group_by("first").agg(
             is_outside=~is_inside.any(),
             is_old=is_old.first(),
-            has_spread=(pl.col("spread") > 0).any(),
         )
         is_outside = pl.col("is_outside")
         sizes = events.select(
             at_position_0=(pl.col("position") == 0).sum(),
             at_position_1=(pl.col("position") == 1).sum(),
             candidates_outside=(~is_inside).sum(),
-            max_spread_ms=pl.col("spread").max(),
         ).hstack(
             searches.select(
                 requests_outside=is_outside.sum(),
                 requests_truncated=(pl.col("is_old") & ~is_outside).sum(),
-                requests_spread=pl.col("has_spread").sum(),
             )
         )
         count.update(sizes.row(0, named=True))
@@ -328,7 +322,6 @@ class SearchBuilder(SequenceBuilder):
             "candidates": built.per_split("candidates"),
             "requests_one_class": built.per_split("one_class"),
             "requests_without_history": built.per_split("without_history"),
-            "max_request_spread_ms": count["max_spread_ms"],
             "item_features": self.item_columns.names,
             **{name: count[name] for name in COUNTS},
         }
@@ -352,16 +345,6 @@ class SearchBuilder(SequenceBuilder):
             report(
                 f"note: {info.requests_without_query:,} of {requests:,} requests "
                 f"have no query"
-            )
-        if info.requests_spread:
-            spread = info.max_request_spread_ms
-            span = f"{spread:,} positions in the log"
-            if info.log.clock:
-                span = f"{spread / MINUTE_MS:,.2f} minutes"
-            report(
-                f"note: the results of {info.requests_spread:,} requests have "
-                f"different times, up to {span} apart; a request's time is that of its "
-                f"earliest result"
             )
 
     @staticmethod
