@@ -22,9 +22,6 @@ class RecommendOptions:
     precision: Literal["highest", "high"] | None = None
     """Precision of matrix products on a GPU: highest, full float32; high, TF32, which
     is faster and may swap items with nearly equal scores."""
-    compile: bool | None = None
-    """true: fuse the kernels of the search on a GPU with torch.compile, which takes
-    half a minute per batch shape."""
 
 
 @dataclass(config=STRICT)

@@ -31,7 +31,7 @@ from models.dataset.batch import bucket_size
 from models.metrics.scores import check_finite
 from models.retrieval.data import HistoryBatch
 from models.retrieval.search.topk import top_k
-from models.training.cuda_graphs import CudaGraphs, compile_per_shape
+from models.training.cuda_graphs import CudaGraphs
 
 Ranked = tuple[Tensor, Tensor]
 """Items and scores, (B, k) both, best first."""
@@ -60,7 +60,6 @@ def recommender(search: Callable[..., Found]) -> Callable[..., Found]:
         allowed: Tensor | None = None,
         unseen: bool | None = None,
         precision: str | None = None,
-        compile: bool | None = None,
         **options: Any,
     ) -> Any:
         device = batch.device
@@ -79,16 +78,9 @@ def recommender(search: Callable[..., Found]) -> Callable[..., Found]:
             return search(self, histories, num_items, **options)
 
         if device.type == "cuda":
-            graphs_name = (
-                f"graphs of {num_items} {sorted(options.items())} {precision} {compile}"
-            )
+            graphs_name = f"graphs of {num_items} {sorted(options.items())} {precision}"
             items, scores, *others = _search_by_graph(
-                self,
-                graphs_name,
-                latest,
-                run_search,
-                precision or "highest",
-                bool(compile),
+                self, graphs_name, latest, run_search, precision or "highest"
             )
         else:
             items, scores, *others = run_search(latest)
@@ -111,7 +103,6 @@ def _search_by_graph(
     batch: HistoryBatch,
     search: Callable[[HistoryBatch], Any],
     precision: str,
-    fuse: bool,
 ) -> list[Tensor]:
     """Run a search on a GPU through a CUDA graph of the batch's shape."""
     padded = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
@@ -119,11 +110,10 @@ def _search_by_graph(
     def make_graphs() -> CudaGraphs[Any]:
         # the first run computes tensors derived from the weights outside of a graph
         search(padded)
-        run = compile_per_shape(search) if fuse else search
 
         def run_with_precision(histories: HistoryBatch) -> Any:
             with matmul_precision(precision):
-                return run(histories)
+                return search(histories)
 
         return CudaGraphs(run_with_precision, batch.history.device)
 

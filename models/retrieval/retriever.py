@@ -5,7 +5,7 @@ Shapes: `B` requests, `L` levels (codes of an item).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -58,31 +58,20 @@ class Retriever(RetrievalModel):
         Each code is predicted from the history and the codes before it.
         """
         codes = self.tokens.codes(batch.target)
-        return self.loss(
-            self.decoder.teacher_forced(self.encode(batch), codes),
-            self.decoder.targets(codes),
-        )
-
-    def encode_allowed(self, items: Tensor) -> Tensor:
-        """Return a mask (E,) of the trie's edges that lead to the `items` (N,) bool."""
-        return self.trie.mark_edges(items)
-
-    def loss(
-        self, logits: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the mean cross-entropy over levels.
-
-        Args:
-            logits: Logits (B, O_l) of each level.
-            targets: Index (B,) of the target in the logits of each level.
-        """
+        logits = self.decoder.teacher_forced(self.encode(batch), codes)
         losses = [
             functional.cross_entropy(
                 level_logits.float(), target, label_smoothing=self.label_smoothing
             )
-            for level_logits, target in zip(logits, targets, strict=True)
+            for level_logits, target in zip(
+                logits, self.decoder.targets(codes), strict=True
+            )
         ]
-        return {"loss": global_mean(torch.stack(losses).mean(), len(targets[0]))}
+        return {"loss": global_mean(torch.stack(losses).mean(), len(codes))}
+
+    def encode_allowed(self, items: Tensor) -> Tensor:
+        """Return a mask (E,) of the trie's edges that lead to the `items` (N,) bool."""
+        return self.trie.mark_edges(items)
 
     @recommender
     def recommend(

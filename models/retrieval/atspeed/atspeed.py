@@ -49,11 +49,8 @@ from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger.decoder import T5Decoder
-from models.retrieval.tiger.encoder import T5Backbone
+from models.retrieval.tiger.tiger import Tiger
 from models.training.distributed import global_mean
-
-MAX_TREE_SCORES = 2**26
-"""Most attention scores of a layer over trees at once; larger batches are split."""
 
 TOP_CODES = 20
 """Number K of the draft's likeliest codes that `strict_loss` aligns (the AtSpeed
@@ -152,7 +149,7 @@ def score_tree(
     on the prefix's length instead of its position.
 
     Args:
-        decoder: The target, whose scorer normalises log-probabilities in the same way.
+        decoder: The target, a TIGER's decoder.
         history: Histories of R users.
         tree: Prefixes of the users; with the empty prefix they are T positions.
         first: Least length of the prefixes to score.
@@ -160,32 +157,27 @@ def score_tree(
     Returns:
         (R, W_l, C_l) for every length l from `first` to the longest.
     """
-    tokens, num_users, device = (
-        decoder.tokens,
-        len(history.lengths),
-        history.lengths.device,
-    )
+    tokens, num_users = decoder.tokens, len(history.lengths)
+    device = history.lengths.device
     widths = [1, *(codes.shape[1] for _, codes in tree)]
     # T5's start token is padding, 0
     inputs = [torch.zeros_like(history.lengths).unsqueeze(1)]
     inputs += [codes + tokens.first[level] for level, (_, codes) in enumerate(tree)]
-    bias = None
-    if decoder.stack.blocks[0].has_attention:
-        # (T,) number of codes of each prefix
-        length = torch.cat(
-            [
-                torch.full((width,), level, device=device)
-                for level, width in enumerate(widths)
-            ]
-        )
-        itself = torch.eye(len(length), dtype=torch.bool, device=device)
-        is_ancestor = list(itself.repeat(num_users, 1, 1).split(widths, 1))
-        for level, (parents, _) in enumerate(tree):
-            is_ancestor[level + 1] |= take_rows(is_ancestor[level], parents)
-        length_bias = decoder.stack.position_bias(len(widths))[0]
-        bias = length_bias[:, length[:, None], length]  # (H, T, T)
-        mask = ~torch.cat(is_ancestor, 1).unsqueeze(1)  # (R, 1, T, T)
-        bias = bias.masked_fill(mask, -torch.inf)
+    # (T,) number of codes of each prefix
+    length = torch.cat(
+        [
+            torch.full((width,), level, device=device)
+            for level, width in enumerate(widths)
+        ]
+    )
+    itself = torch.eye(len(length), dtype=torch.bool, device=device)
+    is_ancestor = list(itself.repeat(num_users, 1, 1).split(widths, 1))
+    for level, (parents, _) in enumerate(tree):
+        is_ancestor[level + 1] |= take_rows(is_ancestor[level], parents)
+    length_bias = decoder.stack.position_bias(len(widths))[0]
+    bias = length_bias[:, length[:, None], length]  # (H, T, T)
+    mask = ~torch.cat(is_ancestor, 1).unsqueeze(1)  # (R, 1, T, T)
+    bias = bias.masked_fill(mask, -torch.inf)
     embedded = decoder.embedding(torch.cat(inputs, 1))  # (R, T, D)
     states = decoder.stack(embedded, bias, 0.0, history.states, history.padding)
     scale = decoder.stack.sizes.d_model**-0.5  # as in T5 with tied embeddings
@@ -194,10 +186,7 @@ def score_tree(
     for level in range(first, len(widths)):
         logits = functional.linear(by_length[level], decoder.embedding.weight).float()
         codebook = tokens.first[level], tokens.sizes[level]
-        if decoder.codebook_scores:
-            log_probs.append(logits.narrow(-1, *codebook).log_softmax(-1))
-        else:
-            log_probs.append(logits.log_softmax(-1).narrow(-1, *codebook))
+        log_probs.append(logits.log_softmax(-1).narrow(-1, *codebook))
     return log_probs
 
 
@@ -216,8 +205,7 @@ class AtSpeed(Student):
     @staticmethod
     def build_decoder(config: AtSpeedConfig, teacher: Retriever) -> T5Decoder:
         """Return the decoder of the draft."""
-        backbone = require(teacher.backbone, T5Backbone)
-        require(teacher.decoder, T5Decoder)
+        backbone = require(teacher, Tiger).backbone
         sizes = replace(
             backbone.sizes,
             num_decoder_layers=config.draft_layers,
@@ -254,69 +242,41 @@ class AtSpeed(Student):
 
     @recommender
     def speculate(
-        self,
-        batch: HistoryBatch,
-        k: int,
-        beam: int | None = None,
-        draft_beam: int | None = None,
-        draft_steps: int | None = None,
-        scores: Scores | None = None,
-        seed: int | None = None,
+        self, batch: HistoryBatch, k: int, **options: Any
     ) -> SpeculativeResult:
-        """Search speculatively. Arguments that are None default to the config.
-
-        The requests are searched in pieces whose trees have at most `MAX_TREE_SCORES`.
+        """Search speculatively.
 
         Args:
             batch: Histories of B requests.
             k: Number of items to return.
-            beam: Number of beams of the target.
-            draft_beam: Number of beams drafted per step.
-            draft_steps: Most steps drafted per verification.
-            scores: Codes that log-probabilities are normalised over.
-            seed: Seed of the samples; AtSpeed-R only.
+            options: Options of the config that are replaced.
 
         Returns:
             Items and scores, and counts of target passes, drafted steps and accepted
             steps per request.
         """
-        config = self.config
-        options = Speculation(
-            beam=config.beam if beam is None else beam,
-            draft_beam=config.draft_beam if draft_beam is None else draft_beam,
-            steps=config.draft_steps if draft_steps is None else draft_steps,
-            children=self.normalizes_children(scores),
-            allowed=batch.allowed,
-        )
+        config = replace(self.config, **options)
         keys = None
         if isinstance(config, AtSpeedRConfig):
-            keys = request_keys(batch, config.seed if seed is None else seed)
-        elif seed is not None:
-            raise ValueError(f"seed {seed} has no effect, as AtSpeed-S does not sample")
+            keys = request_keys(batch, config.seed)
         history = self.infer(batch)
-        width = max(options.beam, options.draft_beam)
-        num_prefixes = 1 + (self.trie.levels - 1) * width
-        scores_per_user = self.reused.stack.sizes.num_heads * num_prefixes**2
-        size = max(1, MAX_TREE_SCORES // scores_per_user)
-
-        def search_piece(index: slice) -> SpeculativeResult:
-            piece = history.rows(index)
-            return speculative_search(
-                lambda rows, tree, first: score_tree(
-                    self.reused, piece.rows(rows), tree, first
-                ),
-                lambda rows: self.decoder.scorer(piece.rows(rows)),
-                self.trie,
-                len(piece.lengths),
-                k,
-                options,
-                None if keys is None else keys[index],
-            )
-
-        starts = range(0, len(history.lengths), size)
-        pieces = [search_piece(slice(first, first + size)) for first in starts]
-        columns = zip(*pieces, strict=True)
-        return SpeculativeResult(*(torch.cat(column) for column in columns))
+        return speculative_search(
+            lambda rows, tree, first: score_tree(
+                self.reused, history.rows(rows), tree, first
+            ),
+            lambda rows: self.decoder.scorer(history.rows(rows)),
+            self.trie,
+            len(history.lengths),
+            k,
+            Speculation(
+                config.beam,
+                config.draft_beam,
+                config.draft_steps,
+                config.scores == "children",
+                batch.allowed,
+            ),
+            keys,
+        )
 
     def recommend(
         self, batch: HistoryBatch, k: int, **options: Any
@@ -362,10 +322,10 @@ class AtSpeed(Student):
         is the mean number of target passes per request; beam search needs one per
         level.
         """
-        ranking = dict(sums)
-        drafted, accepted = ranking.pop("drafted"), ranking.pop("accepted")
-        acceptance = float(accepted / drafted) if drafted else 0.0
-        return super().metric_means(ranking) | {"acceptance": acceptance}
+        drafted, accepted = sums["drafted"], sums["accepted"]
+        means = super().metric_means(sums)
+        del means["drafted"], means["accepted"]
+        return means | {"acceptance": float(accepted / drafted) if drafted else 0.0}
 
     @classmethod
     def metric_names(cls, catalogue: Catalogue) -> list[str]:

@@ -69,27 +69,15 @@ def list_prefixes(tree: Tree, row: int) -> list[list[list[int]]]:
     return levels
 
 
-def build_decoder(codebook: bool) -> tuple[Retriever, T5Decoder]:
-    """Return a TIGER and a random decoder of its tokens.
-
-    With `codebook`, the decoder scores the codes of a level alone, otherwise its whole
-    vocabulary.
-    """
+def build_decoder() -> tuple[Retriever, T5Decoder]:
+    """Return a TIGER and a random decoder of its tokens."""
     torch.manual_seed(0)
     tiger = build_teacher(0)
-    decoder = T5Decoder(
-        tiger.backbone,
-        codebook_logits=codebook,
-        codebook_scores=codebook,
-    )
-    return tiger, decoder.eval()
+    return tiger, T5Decoder(tiger.backbone).eval()
 
 
-@pytest.mark.parametrize("codebook", [False, True])
-def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix(
-    codebook: bool,
-) -> None:
-    tiger, decoder = build_decoder(codebook)
+def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix() -> None:
+    tiger, decoder = build_decoder()
     history = tiger.encode(make_requests(5))
     rows = torch.tensor([3, 0, 4, 1])
     tree = draw_tree(4, torch.Generator().manual_seed(2))
@@ -100,7 +88,7 @@ def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix(
     for index, row in enumerate(rows.tolist()):
         row_history = select_row(history, row)
         for level, prefixes in enumerate(list_prefixes(tree, index)):
-            first = 0 if codebook else FIRST[level]
+            first = FIRST[level]
             for beam, prefix in enumerate(prefixes):
                 codes = torch.tensor([[*prefix, *[0] * (4 - len(prefix))]])
                 logits = decoder.teacher_forced(row_history, codes)[level][0]
