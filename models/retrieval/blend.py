@@ -123,10 +123,11 @@ class Blend(RetrievalModel):
     ) -> None:
         """Choose the weight on validation."""
         self.eval()
-        rank = cache(partial(self.rank, depth=self.config.depth))
+        longest = max(metrics.CUTOFFS)
+        rank = cache(partial(self.rank, k=longest))
 
         def measure(batch: RequestBatch) -> dict[str, Any]:
-            items, _ = self.fuse(rank(batch), max(metrics.CUTOFFS))
+            items, _ = self.fuse(rank(batch), longest)
             return metrics.measure_ranking(items, batch)
 
         choose(self, (), "weight", lambda: None, val_batches, measure)
@@ -140,18 +141,14 @@ class Blend(RetrievalModel):
         self, batch: HistoryBatch, k: int, allowed: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Rank the items of both models by the weighted sum of their ranks."""
-        depth = max(k, self.config.depth)
-        return self.fuse(self.rank(batch, depth, allowed, **options), k)
+        return self.fuse(self.rank(batch, k, allowed, **options), k)
 
     @torch.no_grad()
     def rank(
-        self,
-        batch: HistoryBatch,
-        depth: int,
-        allowed: Tensor | None = None,
-        **options: Any,
+        self, batch: HistoryBatch, k: int, allowed: Tensor | None = None, **options: Any
     ) -> list[Tensor]:
-        """Return the `depth` first items (B, depth) of each model, -1 at padding."""
+        """Return the first items of each model, -1 at padding, to blend k of them."""
+        depth = max(k, self.config.depth)
         rankings = []
         for model in self.models:
             encoded = None if allowed is None else model.encode_allowed(allowed)

@@ -212,12 +212,7 @@ class AtSpeed(Student):
             d_ff=config.draft_d_ff,
             num_heads=config.draft_heads,
         )
-        return T5Decoder(
-            backbone,
-            sizes,
-            codebook_logits=True,
-            codebook_scores=True,
-        )
+        return T5Decoder(backbone, sizes, codebooks=True)
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return (1 - alpha) CE + alpha times the alignment loss, summed over levels.

@@ -1,7 +1,7 @@
 """The frozen teacher of a retrieval model, loaded from a checkpoint.
 
 config = resolve_teacher(config, catalogue)  # sets teacher_model and teacher_hash
-teacher = load_teacher(config, catalogue)    # frozen, in evaluation mode
+teacher = build_teacher(config, catalogue)   # with random weights
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class TaughtModel(RetrievalModel):
 
     def load_teacher(self, catalogue: Catalogue) -> None:
         """Load the teacher of the config and copy the weights that it shares."""
-        self.set_teacher(load_teacher(self.config, catalogue))
+        self.set_teacher(load_model(self.config.teacher, catalogue)[0])
 
-    def set_teacher(self, teacher: Retriever) -> None:
+    def set_teacher(self, teacher: Any) -> None:
         """Store the teacher; a subclass copies the weights that it shares, too."""
         device = next(self.parameters()).device
         self._teacher = (teacher.requires_grad_(False).eval().to(device),)
@@ -207,9 +207,3 @@ def require(part: Any, expected: type[P]) -> P:
             "teacher",
         )
     return part
-
-
-def load_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
-    """Load the teacher of a resolved config, frozen and in evaluation mode."""
-    teacher, _ = load_model(config.teacher, catalogue)
-    return cast(Retriever, teacher.requires_grad_(False))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -32,8 +32,8 @@ from models.retrieval.distillation.teacher import (
     CachedTeacherConfig,
     TaughtModel,
     build_teacher,
-    load_teacher,
     read_checkpoint,
+    require,
     resolve_teacher,
     teacher_settings,
 )
@@ -43,7 +43,7 @@ from models.retrieval.retriever import Retriever
 from models.retrieval.sid_mlp.decoder import SidMlpConfig
 from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone
 from models.retrieval.sid_mlp.sid_mlp import SidMlp
-from models.retrieval.tiger.encoder import T5Backbone
+from models.retrieval.tiger.tiger import Tiger
 from models.training.distributed import global_mean
 
 
@@ -63,16 +63,11 @@ class SidMlpPpEncoder(TaughtModel):
 
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue) -> None:
         super().__init__(config, catalogue)
-        teacher = build_teacher(config, catalogue)
-        if type(teacher.backbone) is not T5Backbone:
-            raise UserError(
-                "sid_mlp_pp_encoder matches the states of TIGER's encoder, which a "
-                f"'{teacher.name}' does not have"
-            )
+        teacher = require(build_teacher(config, catalogue), Tiger)
         self.backbone = MlpBackbone(teacher.backbone, config)
         self._catalogue = catalogue
 
-    def set_teacher(self, teacher: Retriever) -> None:
+    def set_teacher(self, teacher: Any) -> None:
         """Copy the teacher's embeddings and last norm, and store the teacher.
 
         The last norm of a trained TIGER has weights of about 0.2. From 1, AdamW would
@@ -80,7 +75,7 @@ class SidMlpPpEncoder(TaughtModel):
         """
         super().set_teacher(teacher)
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
-        encoder = cast(T5Backbone, teacher.backbone).encoder
+        encoder = teacher.backbone.encoder
         self.backbone.norm.weight.data.copy_(encoder.final_layer_norm.weight)
 
     @property
@@ -88,7 +83,8 @@ class SidMlpPpEncoder(TaughtModel):
         """The teacher, loaded from the path in the config at first use."""
         if not self._teacher:
             config = resolve_teacher(self.config, self._catalogue)
-            TaughtModel.set_teacher(self, load_teacher(config, self._catalogue))
+            teacher, _ = load_model(config.teacher, self._catalogue)
+            TaughtModel.set_teacher(self, teacher)
         return super().teacher
 
     def outputs_to_cache(self) -> list[TeacherOutput]:

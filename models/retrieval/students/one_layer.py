@@ -10,7 +10,6 @@ The layer attends to the prefix and to the frozen states of the teacher's backbo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -30,9 +29,6 @@ class OneLayerConfig(StudentConfig):
     """Whether the decoder attends to the prefix (Tables 2 and 9)."""
     cross_attention: bool = True
     """Whether the decoder attends to the encoder's states (Tables 2 and 9)."""
-    logits: Literal["codebook", "vocabulary"] = "codebook"
-    """Tokens that the student predicts, and that the teacher's logits are restricted
-    to."""
 
 
 class OneLayer(Student):
@@ -50,7 +46,6 @@ class OneLayer(Student):
             replace(backbone.sizes, num_decoder_layers=1),
             self_attention=config.self_attention,
             cross_attention=config.cross_attention,
-            codebook_logits=config.logits == "codebook",
-            codebook_scores=True,
+            codebooks=True,
             first_level=config.m,
         )

@@ -37,8 +37,7 @@ class T5Decoder(Decoder):
         *,
         self_attention: bool = True,
         cross_attention: bool = True,
-        codebook_logits: bool = False,
-        codebook_scores: bool = False,
+        codebooks: bool = False,
         first_level: int = 0,
     ) -> None:
         """Build the decoder.
@@ -48,25 +47,23 @@ class T5Decoder(Decoder):
             sizes: Sizes of T5; None for the encoder's.
             self_attention: Whether blocks attend to the prefix.
             cross_attention: Whether blocks attend to the history.
-            codebook_logits: Whether the logits of a level cover its codes; otherwise
-                the whole vocabulary.
-            codebook_scores: Whether log-probabilities in search are normalised over the
-                level's codes; otherwise over the whole vocabulary, as `transformers`
-                does.
+            codebooks: Whether the logits of a level cover its codes; otherwise the
+                whole vocabulary, as in `transformers`. Log-probabilities in search are
+                normalised over the same tokens.
             first_level: First level that the decoder predicts.
         """
         super().__init__(backbone, first_level)
         self.stack = Stack(sizes or backbone.sizes, decoder=True)
         for block in self.stack.blocks:
             block.drop(not self_attention, not cross_attention)
-        self.codebook_logits, self.codebook_scores = codebook_logits, codebook_scores
+        self.codebooks = codebooks
 
     def span(self, level: int) -> tuple[int, int]:
         """Return the first token and the number of tokens of a level's logits.
 
         They cover the level's codebook, or the whole vocabulary.
         """
-        if self.codebook_logits:
+        if self.codebooks:
             return super().span(level)
         return 0, self.tokens.vocabulary
 
@@ -85,7 +82,7 @@ class T5Decoder(Decoder):
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
         """Return each level's logits (B, O_l), scaled as in T5 with tied weights."""
         scaled = hidden * self.stack.sizes.d_model**-0.5
-        if not self.codebook_logits:
+        if not self.codebooks:
             return functional.linear(scaled, self.embedding.weight).unbind(1)
         logits = []
         for level, x in enumerate(scaled.unbind(1), self.first_level):
@@ -159,7 +156,7 @@ class SharedKV:
             lambda: PackedDecoder(model.embedding, model.stack),
             model.embedding,
         )
-        self.tokens, self.codebook_scores = model.tokens, model.codebook_scores
+        self.tokens, self.codebooks = model.tokens, model.codebooks
         self.padding = history.padding
         self.batch, self.device = len(history.states), history.states.device
         # per block: keys and values (B, H * S, D) of the history
@@ -228,7 +225,7 @@ class SharedKV:
             x = decoder.wo[block](inner, add=x)
         logits = decoder.logits(decoder.normalize(x))  # (N, V)
         codebook = self.tokens.first[level], self.tokens.sizes[level]
-        if self.codebook_scores:
+        if self.codebooks:
             log_probs = logits.narrow(1, *codebook).float().log_softmax(1)
         elif kernels.ready(logits):
             log_probs = kernels.log_softmax_part(logits, *codebook)

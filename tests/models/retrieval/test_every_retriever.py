@@ -127,7 +127,7 @@ def level_log_probs(decoder: Any, history: History, codes: Tensor) -> list[Tenso
         history: States of B histories.
         codes: (B, L) codes.
     """
-    over_vocabulary = isinstance(decoder, T5Decoder) and not decoder.codebook_scores
+    over_vocabulary = isinstance(decoder, T5Decoder) and not decoder.codebooks
     all_logits = decoder.teacher_forced(history, codes)
     levels = []
     for level, logits in enumerate(all_logits, start=decoder.first_level):
