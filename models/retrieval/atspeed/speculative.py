@@ -163,117 +163,111 @@ def speculative_search(
     for parts in waiting:
         columns = zip(*(part for part in parts if len(part.rows)), strict=True)
         joined = [torch.cat(column) for column in columns]
-        if joined:
-            beams = Beams(*joined)
-            _run_pass(target, draft, trie, options, keys, beams, waiting, result)
-    return result
-
-
-def _run_pass(
-    target: Target,
-    draft: Draft,
-    trie: Trie,
-    options: Speculation,
-    keys: Tensor | None,
-    beams: Beams,
-    waiting: list[list[Beams]],
-    result: SpeculativeResult,
-) -> None:
-    """Draft, verify, and advance each request as far as its drafts are accepted."""
-    length = beams.codes.shape[2]
-    tree, drafts = _draft(draft, trie, beams, options, keys)
-    verified = target(beams.rows, tree, length)
-    result.passes[beams.rows] += 1
-    result.drafted[beams.rows] += len(drafts) - 1
-    # (R,) index of each advancing request among the requests of the pass
-    row = torch.arange(len(beams.rows), device=beams.rows.device)
-    # (R, W) index of each beam among the tree's prefixes of its length
-    beam = torch.arange(beams.node.shape[1], device=row.device)
-    prefix = beam.expand(beams.node.shape)
-    for step, tree_log_probs in enumerate(verified):
-        level = length + step
-        noise = None if keys is None else Noise(keys[beams.rows], length, level)
-        # pairs of a beam and one of its children, ordered by beam and child: (R, P)
-        scores, edge, code = score_pairs(
-            trie,
-            level,
-            beams.node,
-            beams.score,
-            take_rows(tree_log_probs[row], prefix),
-            options.children,
-            options.allowed,
-        )
-        num_beams = beams.node.shape[1]
-        per_beam = scores.shape[1] // num_beams
-        if level == trie.levels - 1:
-            k = result.items.shape[1]
-            count = max(options.beam, k)
-            if noise is not None and count < scores.shape[1]:
-                sampled = select(scores + noise.gumbel(edge), count)
-                others = torch.full_like(scores, -torch.inf)
-                scores = others.scatter_(1, sampled, scores.gather(1, sampled))
-            position, score = top_k(scores, k)
-            item = trie.leaves[edge.gather(1, position.clamp(min=0))]
-            result.items[beams.rows] = torch.where(score == -torch.inf, -1, item)
-            result.scores[beams.rows] = score
-            return
-        width = min(options.beam, trie.edges[level])
-        # requests of other passes may have more pairs: one width for all
-        missing = (0, max(0, width - scores.shape[1]))
-        scores = functional.pad(scores, missing, value=-torch.inf)
-        edge, code = functional.pad(edge, missing), functional.pad(code, missing)
-        is_drafted = step + 1 < len(drafts)
-        if is_drafted:
-            following = drafts[step + 1]
-            is_missing = following.score[row] == -torch.inf
-            drafted = following.node[row].masked_fill(is_missing, -1)  # (R, N)
-        if is_drafted and noise is not None:
-            current = drafts[step]
-            draft_scores, _, _ = score_pairs(
+        if not joined:
+            continue
+        # draft, verify, and advance each request as far as its drafts are accepted
+        beams = Beams(*joined)
+        length = beams.codes.shape[2]
+        tree, drafts = _draft(draft, trie, beams, options, keys)
+        verified = target(beams.rows, tree, length)
+        result.passes[beams.rows] += 1
+        result.drafted[beams.rows] += len(drafts) - 1
+        # (R,) index of each advancing request among the requests of the pass
+        row = torch.arange(len(beams.rows), device=beams.rows.device)
+        # (R, W) index of each beam among the tree's prefixes of its length
+        beam = torch.arange(beams.node.shape[1], device=row.device)
+        prefix = beam.expand(beams.node.shape)
+        for step, tree_log_probs in enumerate(verified):
+            level = length + step
+            noise = None if keys is None else Noise(keys[beams.rows], length, level)
+            # pairs of a beam and one of its children, ordered by beam and child: (R, P)
+            scores, edge, code = score_pairs(
                 trie,
                 level,
                 beams.node,
-                current.score[row].gather(1, prefix),
-                take_rows(current.log_probs[row], prefix),
+                beams.score,
+                take_rows(tree_log_probs[row], prefix),
                 options.children,
                 options.allowed,
             )
-            draft_scores = functional.pad(
-                draft_scores, (0, scores.shape[1] - draft_scores.shape[1])
+            num_beams = beams.node.shape[1]
+            per_beam = scores.shape[1] // num_beams
+            if level == trie.levels - 1:
+                count = max(options.beam, k)
+                if noise is not None and count < scores.shape[1]:
+                    sampled = select(scores + noise.gumbel(edge), count)
+                    others = torch.full_like(scores, -torch.inf)
+                    scores = others.scatter_(1, sampled, scores.gather(1, sampled))
+                position, score = top_k(scores, k)
+                item = trie.leaves[edge.gather(1, position.clamp(min=0))]
+                result.items[beams.rows] = torch.where(score == -torch.inf, -1, item)
+                result.scores[beams.rows] = score
+                break
+            width = min(options.beam, trie.edges[level])
+            # requests of other passes may have more pairs: one width for all
+            missing = (0, max(0, width - scores.shape[1]))
+            scores = functional.pad(scores, missing, value=-torch.inf)
+            edge, code = functional.pad(edge, missing), functional.pad(code, missing)
+            is_drafted = step + 1 < len(drafts)
+            if is_drafted:
+                following = drafts[step + 1]
+                is_missing = following.score[row] == -torch.inf
+                drafted = following.node[row].masked_fill(is_missing, -1)  # (R, N)
+            if is_drafted and noise is not None:
+                current = drafts[step]
+                draft_scores, _, _ = score_pairs(
+                    trie,
+                    level,
+                    beams.node,
+                    current.score[row].gather(1, prefix),
+                    take_rows(current.log_probs[row], prefix),
+                    options.children,
+                    options.allowed,
+                )
+                draft_scores = functional.pad(
+                    draft_scores, (0, scores.shape[1] - draft_scores.shape[1])
+                )
+                draft_scores = draft_scores.masked_fill(
+                    scores == -torch.inf, -torch.inf
+                )
+                # the rule of the AtSpeed paper; p and q are (R, P)
+                p, q = _softmax(scores), _softmax(draft_scores)
+                is_accepted = noise.uniform(edge, "accept") * q < p
+                is_accepted &= _find_nodes(drafted, edge) >= 0
+                residual = torch.where(is_accepted, 0.0, p - q).clamp(min=0)
+                gumbel = noise.gumbel(edge)
+                # the order of selection: accepted pairs at random, samples of the
+                # residual, samples of p
+                order = torch.where(
+                    residual > 0, residual.log() + gumbel, p.log() + gumbel - 1e4
+                )
+                order = torch.where(is_accepted, 1e4 + gumbel, order)
+                position = select(order, width)
+            elif noise is not None:
+                position = select(scores + noise.gumbel(edge), width)
+            else:
+                position = select(scores, width)
+            parent = (position // per_beam).clamp(max=num_beams - 1)
+            newest = code.gather(1, position).unsqueeze(-1)
+            beams = Beams(
+                rows=beams.rows,
+                codes=torch.cat([take_rows(beams.codes, parent), newest], -1),
+                node=edge.gather(1, position),
+                score=scores.gather(1, position),
             )
-            draft_scores = draft_scores.masked_fill(scores == -torch.inf, -torch.inf)
-            position = select_published(
-                p=_softmax(scores),
-                q=_softmax(draft_scores),
-                is_drafted=_find_nodes(drafted, edge) >= 0,
-                beam=width,
-                noise=noise,
-                edge=edge,
-            )
-        elif noise is not None:
-            position = select(scores + noise.gumbel(edge), width)
-        else:
-            position = select(scores, width)
-        parent = (position // per_beam).clamp(max=num_beams - 1)
-        newest = code.gather(1, position).unsqueeze(-1)
-        beams = Beams(
-            rows=beams.rows,
-            codes=torch.cat([take_rows(beams.codes, parent), newest], -1),
-            node=edge.gather(1, position),
-            score=scores.gather(1, position),
-        )
-        if not is_drafted:
-            waiting[level + 1].append(beams)
-            return
-        prefix = _find_nodes(drafted, beams.node)
-        accepted = ((prefix >= 0) | (beams.score == -torch.inf)).all(1)
-        waiting[level + 1].append(Beams(*(x[~accepted] for x in beams)))
-        beams = Beams(*(x[accepted] for x in beams))
-        row = row[accepted]
-        prefix = prefix[accepted].clamp(min=0)
-        result.accepted[beams.rows] += 1
-        if not len(row):
-            return
+            if not is_drafted:
+                waiting[level + 1].append(beams)
+                break
+            prefix = _find_nodes(drafted, beams.node)
+            accepted = ((prefix >= 0) | (beams.score == -torch.inf)).all(1)
+            waiting[level + 1].append(Beams(*(x[~accepted] for x in beams)))
+            beams = Beams(*(x[accepted] for x in beams))
+            row = row[accepted]
+            prefix = prefix[accepted].clamp(min=0)
+            result.accepted[beams.rows] += 1
+            if not len(row):
+                break
+    return result
 
 
 def _draft(
@@ -335,32 +329,6 @@ def take_rows(values: Tensor, index: Tensor) -> Tensor:
 def _softmax(scores: Tensor) -> Tensor:
     """Return the softmax of `scores` (R, P) in float64, 0 in rows without a pair."""
     return scores.double().softmax(1).nan_to_num(0.0)
-
-
-def select_published(
-    p: Tensor, q: Tensor, is_drafted: Tensor, beam: int, noise: Noise, edge: Tensor
-) -> Tensor:
-    """Select pairs by the rule of the AtSpeed paper.
-
-    Args:
-        p: (R, P) distribution of the target.
-        q: (R, P) distribution of the draft.
-        is_drafted: (R, P) whether each pair is a drafted prefix.
-        beam: Number of pairs to select.
-        noise: Random numbers of the requests.
-        edge: (R, P) edges, which identify the pairs for the noise.
-
-    Returns:
-        (R, beam) indices of the selected pairs in ascending order.
-    """
-    is_accepted = is_drafted & (noise.uniform(edge, "accept") * q < p)
-    residual = torch.where(is_accepted, 0.0, p - q).clamp(min=0)
-    gumbel = noise.gumbel(edge)
-    # the order of selection: accepted pairs at random, samples of the residual, samples
-    # of p
-    keys = torch.where(residual > 0, residual.log() + gumbel, p.log() + gumbel - 1e4)
-    keys = torch.where(is_accepted, 1e4 + gumbel, keys)
-    return select(keys, beam)
 
 
 class Noise:
