@@ -253,7 +253,12 @@ class AtSpeed(Student):
         config = replace(self.config, **options)
         keys = None
         if isinstance(config, AtSpeedRConfig):
-            keys = request_keys(batch, config.seed)
+            keys = mix_bits(batch.user + config.seed)  # (B,)
+            is_real = real_positions(batch.history_length, batch.history.shape[1])
+            # position by position
+            pairs = zip(batch.history.unbind(1), is_real.unbind(1), strict=True)
+            for items, mask in pairs:
+                keys = torch.where(mask, mix_bits(keys ^ items), keys)
         history = self.infer(batch)
         return speculative_search(
             lambda rows, tree, first: score_tree(
@@ -354,13 +359,3 @@ class AtSpeedR(AtSpeed):
 
     name = "atspeed_r"
     config_class = AtSpeedRConfig
-
-
-def request_keys(batch: HistoryBatch, seed: int) -> Tensor:
-    """Return int64 keys (B,) of the requests' random numbers."""
-    keys = mix_bits(batch.user + seed)
-    is_real = real_positions(batch.history_length, batch.history.shape[1])
-    # position by position: (B,) items
-    for items, mask in zip(batch.history.unbind(1), is_real.unbind(1), strict=True):
-        keys = torch.where(mask, mix_bits(keys ^ items), keys)
-    return keys

@@ -12,7 +12,6 @@ level l.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -56,31 +55,6 @@ class StudentConfig(CachedTeacherConfig):
     m: NonNegativeInt = 0
     """Number of first levels that the teacher's decoder generates; the student decodes
     the others (Table 1; Appendix E.1)."""
-
-
-def distillation_loss(
-    student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float
-) -> Tensor:
-    """Return equation 3 of SID-MLP for one level, the mean over the batch.
-
-        alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau))
-            + (1 - alpha) CE(student, target)
-
-    Args:
-        student: (B, O_l) logits.
-        teacher: (B, O_l) logits, or None if alpha is 0.
-        target: (B,) index of the target in the logits.
-        alpha: Weight of the teacher.
-        tau: Temperature.
-    """
-    student = student.float()
-    loss = (1 - alpha) * functional.cross_entropy(student, target)
-    if teacher is None:
-        return loss
-    log_p = (teacher.float() / tau).log_softmax(-1)
-    log_q = (student / tau).log_softmax(-1)
-    divergence = functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
-    return loss + alpha * tau**2 * divergence
 
 
 class SwitchingScorer:
@@ -257,22 +231,28 @@ class Student(TaughtModel, Retriever):
         return hidden, torch.full_like(batch.target, hidden.shape[1])
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the sum of equation 3 over the student's levels.
+        """Return the sum of equation 3 over the student's levels, the mean over rows.
+
+            alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau))
+                + (1 - alpha) CE(student, target)
 
         Each level is conditioned on the target's codes before it.
         """
-        config = self.config
+        alpha, tau = self.config.alpha, self.config.tau
         codes = self.tokens.codes(batch.target)
         history = self.encode(batch)
         logits = self.decoder.teacher_forced(history, codes)
         targets = self.decoder.targets(codes)
-        teacher_logits: Sequence[Tensor | None] = [None] * len(targets)
-        if config.alpha > 0:
-            teacher_logits = self.teacher_logits(batch, history)
-        losses = [
-            distillation_loss(student, teacher, target, config.alpha, config.tau)
-            for student, teacher, target in zip(
-                logits, teacher_logits, targets, strict=True
-            )
-        ]
+        teacher_logits = self.teacher_logits(batch, history) if alpha > 0 else []
+        losses = []
+        for level, target in enumerate(targets):
+            student = logits[level].float()
+            loss = (1 - alpha) * functional.cross_entropy(student, target)
+            if alpha > 0:
+                log_p = (teacher_logits[level].float() / tau).log_softmax(-1)
+                log_q = (student / tau).log_softmax(-1)
+                loss = loss + alpha * tau**2 * functional.kl_div(
+                    log_q, log_p, reduction="batchmean", log_target=True
+                )
+            losses.append(loss)
         return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}

@@ -40,8 +40,8 @@ from core.errors import UserError, pluralize
 from core.files import LOCK, hold_lock, write_file
 from core.ragged import find_sorted, lengths_to_starts, pad_indices
 from core.tables import fingerprint
+from models.dataset.batch import PAD
 from models.dataset.dataset import Dataset
-from models.dataset.encoding import PAD
 from models.retrieval.data import HistoryBatch, RequestBatch
 from models.retrieval.parts import History, real_positions
 
