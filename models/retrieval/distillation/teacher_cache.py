@@ -15,8 +15,7 @@ precision:
 An output is a folder that is named by the hash of all inputs, so one cache serves all
 teachers, tokenizers and variants of a student. The vectors of all requests, end to end,
 are the file `states`, which all workers map into memory. `index.npz` is written last,
-so an unfinished output is computed again. Workers on several nodes need a shared file
-system.
+so an unfinished output is computed again.
 
 Shapes: `B` requests, `m` requests of an output, `S` vectors of the request with the
 most vectors, `D` width, `L` levels.
@@ -33,7 +32,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from core.errors import UserError, pluralize
@@ -41,6 +39,7 @@ from core.files import LOCK, hold_lock, write_file
 from core.ragged import find_sorted, lengths_to_starts, pad_indices
 from core.tables import fingerprint
 from models.dataset.batch import PAD
+from models.dataset.columns import cache_folder
 from models.dataset.dataset import Dataset
 from models.retrieval.data import HistoryBatch, RequestBatch
 from models.retrieval.parts import History, real_positions
@@ -114,39 +113,36 @@ def open_teacher_cache(
 ) -> tuple[dict[str, CachedStates], list[str]]:
     """Open a teacher's outputs, and compute outputs that are missing.
 
-    Rank 0 computes them while the other ranks and concurrent runs with the same cache
-    wait.
+    One process computes an output while other ranks and runs with the same cache wait.
 
     Args:
-        folder: Folder of the cache.
+        folder: Folder of the cache. At a URI, each node has a cache of its own in its
+            cache folder instead.
         outputs: The outputs.
         hashes: Hashes of the catalogue's tables.
-        datasets: This rank's datasets by split, with `train`.
+        datasets: Datasets by split, with `train`.
         device: Device that computes the outputs.
 
     Returns:
         The outputs by name, and a message per output.
     """
+    root = Path(folder)
     if "://" in folder:
-        raise UserError(f"{folder} is not a local folder", "teacher_cache")
-    train = datasets["train"]
+        root = cache_folder().with_name("teacher_cache")
+    max_history = datasets["train"].selection.max_history
     cached, messages = {}, []
     for name, settings, compute in outputs:
         # validation needs the encoder alone
         splits = ["train", "val"] if name == "encoder" else ["train"]
-        max_history = train.selection.max_history
         settings = {**settings, "max_history": max_history, "splits": splits}
-        path = Path(folder, f"{name}-{fingerprint(settings, hashes)[:16]}")
+        path = root / f"{name}-{fingerprint(settings, hashes)[:16]}"
         status = "reused"
-        if train.rank == 0 and not (path / INDEX).exists():
-            busy = f"{path} is being computed by another process"
-            with hold_lock(str(path / LOCK), busy, math.inf):
-                if not (path / INDEX).exists():
-                    began = time.monotonic()
-                    _write_states(path, compute, map(datasets.get, splits), device)
-                    status = f"computed in {time.monotonic() - began:.0f} s"
-        if train.world > 1:
-            dist.barrier()
+        busy = f"{path} is being computed by another process"
+        with hold_lock(str(path / LOCK), busy, math.inf):
+            if not (path / INDEX).exists():
+                began = time.monotonic()
+                _write_states(path, compute, map(datasets.get, splits), device)
+                status = f"computed in {time.monotonic() - began:.0f} s"
         cached[name] = CachedStates(path)
         count, size = len(cached[name].requests), cached[name].values.nbytes / 2**20
         messages.append(
