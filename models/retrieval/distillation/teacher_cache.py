@@ -175,7 +175,7 @@ def _write_states(
                         f"the teacher's states reach {largest:.3g}, more than half "
                         "precision holds (65504)"
                     )
-                file.write(values.numpy())
+                file.write(values.numpy().tobytes())
                 requests.append(batch.request.numpy())
                 counts.append(lengths.cpu().numpy())
     content = io.BytesIO()
