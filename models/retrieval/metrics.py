@@ -139,8 +139,9 @@ def measure_ranking(
 def means(sums: dict[str, float]) -> dict[str, float]:
     """Return the means per example from sums.
 
-    Metrics with a prefix are means over its requests, NaN if there are none. Their
-    number, such as `first/examples`, stays a count.
+    Metrics with a prefix are means over its requests. If there are none, they are NaN
+    for `FIRST_PREFIX`, and left out for `NEW_PREFIX`, as most logs have no new target.
+    The number of requests, such as `first/examples`, stays a count.
     """
     if not sums.get(EXAMPLES):
         raise ValueError("no examples were evaluated, so there is no mean")
@@ -148,6 +149,8 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     for name, value in sums.items():
         prefix = name[: name.rfind("/") + 1]
         count = float(sums[prefix + EXAMPLES])
+        if prefix == NEW_PREFIX and not count:
+            continue
         if name == prefix + EXAMPLES:
             averages[name] = count
         else:

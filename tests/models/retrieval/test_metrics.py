@@ -126,6 +126,8 @@ def test_requests_with_a_first_interaction_have_separate_metrics():
     assert new["new/examples"] == 1
     assert new["new/mrr@10"] == pytest.approx(1 / 3)
     assert new["new/recall@1"] == 0
+    old = means(measure_ranking(ranked, batch, trained=torch.ones(3)))
+    assert not [name for name in old if name.startswith("new/")]
 
     sums = measure_ranking(ranked, batch, by_user=1)
     by_user = sums.pop("by_user/first/ndcg@10")
