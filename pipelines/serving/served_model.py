@@ -85,8 +85,8 @@ MAX_BATCH_ENTRIES = 2**17
 ANSWER_FIELDS = ["item_id", "score"]
 """Fields of each answer."""
 
-Ranking = tuple[list[str], list[float]]
-"""Item ids, best first, and their scores."""
+Answer = dict[str, Any]
+"""The lists `item_id`, best first, and `score`, and notes on them."""
 
 
 class RefusedRequest(MlflowException, UserError):
@@ -211,7 +211,7 @@ class ServedModel(PythonModel):
             )
         return validate(self.body_class, data)
 
-    def answer(self, body: Any) -> list[dict[str, Any]]:
+    def answer(self, body: Any) -> list[Answer]:
         """Return the answer to each request: lists `item_id` and `score`, best first.
 
         Raises:
@@ -223,9 +223,7 @@ class ServedModel(PythonModel):
         except UserError as error:
             raise RefusedRequest(str(error)) from error
 
-    def rank_catalogue(
-        self, requests: Sequence[Any], options: Any
-    ) -> list[dict[str, Any]]:
+    def rank_catalogue(self, requests: Sequence[Any], options: Any) -> list[Answer]:
         """Rank the catalogue for each request.
 
         Returns:
@@ -247,44 +245,34 @@ class ServedModel(PythonModel):
         known = [len(row["item_index"]) for row in rows]
         latest = required_history(self.model.config.max_history, {"unseen": unseen})
 
-        def rank(indices: list[int]) -> list[Ranking]:
+        def rank(indices: list[int]) -> list[Answer]:
             batch = self.requests.collate_rows([rows[i] for i in indices], latest)
-            # (B, K) each
-            ranked_items, scores = self.model.recommend(
+            items, scores = self.model.recommend(
                 batch.to(self.device),
                 min(k, len(ids)),
                 unseen=unseen,
                 allowed=allowed,
-            )
-            rankings = []
-            for items, values in zip(ranked_items, scores, strict=True):
-                is_item = items >= 0  # negative after the end of a short ranking
-                item_ids = [ids[item] for item in items[is_item].tolist()]
-                rankings.append((item_ids, values[is_item].tolist()))
-            return rankings
+            )  # (B, K) each
+            rankings = zip(items, scores, strict=True)
+            return [make_answer(ids, *ranking) for ranking in rankings]
 
-        rankings = rank_by_length([min(count, latest) for count in known], rank)
-        popular: Ranking = ([], [])
+        answers = rank_by_length([min(count, latest) for count in known], rank)
         if not all(known):
             counts = self.popularity.masked_fill(~mask, -torch.inf)[None]
-            best, values = top_k(counts, min(k, num_allowed))
-            popular = ([ids[item] for item in best[0].tolist()], values[0].tolist())
-        answers: list[dict[str, Any]] = []
-        for ranking, request, count in zip(rankings, requests, known, strict=True):
-            items, scores = ranking if count else popular
-            note = ""
-            if len(items) < k:
-                note = f"{len(items):,} of {k:,} items: {num_allowed:,} allowed"
+            items, scores = top_k(counts, min(k, num_allowed))
+            popular = make_answer(ids, items[0], scores[0])
+        for i, (request, count) in enumerate(zip(requests, known, strict=True)):
+            answer = answers[i] if count else popular
+            num_ranked, note = len(answer["item_id"]), ""
+            if num_ranked < k:
+                note = f"{num_ranked:,} of {k:,} items: {num_allowed:,} allowed"
                 note += ", without those of the history" if unseen else ""
-            answers.append(
-                {
-                    "item_id": items,
-                    "score": scores,
-                    "unknown_items": len(request.history) - count,
-                    "note": note,
-                    "fallback": "" if count else "popularity",
-                }
-            )
+            answers[i] = {
+                **answer,
+                "unknown_items": len(request.history) - count,
+                "note": note,
+                "fallback": "" if count else "popularity",
+            }
         return answers
 
     def encode_allowed(
@@ -310,9 +298,7 @@ class ServedModel(PythonModel):
                 self.allowed_sets[key] = encoded, items
             return self.allowed_sets[key]
 
-    def rank_candidates(
-        self, requests: Sequence[Any], options: Any
-    ) -> list[dict[str, Any]]:
+    def rank_candidates(self, requests: Sequence[Any], options: Any) -> list[Answer]:
         """Rank the candidates of each request.
 
         Candidates that the model does not know come last, in the order of the request,
@@ -329,7 +315,7 @@ class ServedModel(PythonModel):
         scored = [self.requests.find_candidates(request) for request in requests]
 
         @torch.no_grad()
-        def rank(indices: list[int]) -> list[Ranking]:
+        def rank(indices: list[int]) -> list[Answer]:
             selected = [requests[index] for index in indices]
             batch = self.requests.collate(selected, max_history).to(self.device)
             known = [scored[index] for index in indices]
@@ -337,60 +323,59 @@ class ServedModel(PythonModel):
             if any(known):
                 logits = self.model.score(batch)[:, labels.index(label)].float()
                 probabilities = torch.sigmoid(check_finite(logits)).cpu()
-            return [
-                sort_candidates(request.candidates, *pair)
-                for request, *pair in zip(
-                    selected,
-                    known,
-                    probabilities.split([len(index) for index in known]),
-                    strict=True,
-                )
-            ]
+            answers = []
+            for index, values in zip(
+                indices, probabilities.split([len(i) for i in known]), strict=True
+            ):
+                candidates = requests[index].candidates
+                scores = torch.full((len(candidates),), -torch.inf)
+                scores[scored[index]] = values
+                scores, order = scores.sort(descending=True, stable=True)
+                scores = scores.masked_fill(scores.isneginf(), torch.nan)
+                answers.append(make_answer(candidates, order, scores))
+            return answers
 
         lengths = [
             1 + len(request.candidates) + min(len(request.history), max_history)
             for request in requests
         ]
-        rankings = rank_by_length(lengths, rank)
-        return [{"item_id": items, "score": scores} for items, scores in rankings]
+        return rank_by_length(lengths, rank)
 
 
 def rank_by_length(
-    lengths: list[int], rank: Callable[[list[int]], list[Ranking]]
-) -> list[Ranking]:
+    lengths: list[int], rank: Callable[[list[int]], list[Answer]]
+) -> list[Answer]:
     """Rank requests in batches of similar length, so that little is padded.
 
     Args:
         lengths: Length of each request; length 0 gives an empty ranking.
-        rank: Return the rankings of the requests with these indices.
+        rank: Return the answers to the requests with these indices.
     """
-    rankings: list[Ranking] = [([], []) for _ in lengths]
+    answers: list[Answer] = [{"item_id": [], "score": []} for _ in lengths]
     order = [index for index, length in enumerate(lengths) if length]
     order.sort(key=lengths.__getitem__, reverse=True)
     while order:
         size = max(1, MAX_BATCH_ENTRIES // lengths[order[0]])
         size = min(size, MAX_BATCH_REQUESTS)
         batch, order = order[:size], order[size:]
-        for index, ranking in zip(batch, rank(batch), strict=True):
-            rankings[index] = ranking
-    return rankings
+        for index, answer in zip(batch, rank(batch), strict=True):
+            answers[index] = answer
+    return answers
 
 
-def sort_candidates(
-    candidates: list[str], known: list[int], probabilities: torch.Tensor
-) -> Ranking:
-    """Sort the known candidates by probability, and append the others without a score.
+def make_answer(
+    ids: Sequence[str], items: torch.Tensor, scores: torch.Tensor
+) -> Answer:
+    """Return the ranked ids and their scores.
 
     Args:
-        candidates: Ids of all candidates of a request.
-        known: Indices of the candidates that the model knows.
-        probabilities: (K,) scores of the known candidates.
+        ids: Ids of all items.
+        items: (K,) indices of the ranked items, negative after the last one.
+        scores: (K,) scores.
     """
-    scores = torch.full((len(candidates),), -torch.inf)
-    scores[known] = probabilities
-    scores, order = scores.sort(descending=True, stable=True)
-    values = scores.masked_fill(scores.isneginf(), torch.nan)
-    return [candidates[index] for index in order.tolist()], values.tolist()
+    is_item = items >= 0
+    ranked = [ids[item] for item in items[is_item].tolist()]
+    return {"item_id": ranked, "score": scores[is_item].tolist()}
 
 
 mlflow.models.set_model(ServedModel())
