@@ -260,7 +260,6 @@ class FusionModel(ActionsModel):
         self.weights = resolve_weights(self.labels, config.label_weights)
         self.masks = resolve_masks(self.labels, config.label_masks)
         self.items = ItemNetwork(catalogue, config)
-        self.needs_ids = self.items.has_ids and not config.id_dropout
         self.actions = build_projection(len(catalogue.actions), config.width)
         self.features = Standardised(
             catalogue.feature_mean, catalogue.feature_std, catalogue.features

@@ -30,10 +30,6 @@ class ActionsModel(Model):
     ranks: ClassVar[Ranked] = "candidates"
     metrics_module: ClassVar[ModuleType] = metrics
 
-    needs_ids: bool = False
-    """Whether all items have an id in training, so that new items of requests are
-    scored badly."""
-
     def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) logits of the valid candidates of all users, row by row."""
         raise NotImplementedError

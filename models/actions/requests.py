@@ -463,12 +463,6 @@ class ActionsRequests(Requests):
         batch = self.collate_rows(rows, max_history, keep_empty=True)
         if not new_items:
             return batch
-        if self.model.needs_ids:
-            warnings.warn(
-                f"{len(new_items)} new items are scored without an id, but the model "
-                "was always trained with ids: item_ids is not none, id_dropout is 0",
-                stacklevel=2,
-            )
         return replace(batch, **self.read_new_items(new_items))
 
     def read_new_items(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
