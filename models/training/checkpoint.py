@@ -368,22 +368,6 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
             raise UserError(
                 f"{uri} does not fit the model: {one_line(error)}"
             ) from error
-    check_finite(model, uri)
-
-
-def check_finite(model: nn.Module, uri: str | Path) -> None:
-    """Raise UserError if a parameter is infinite or NaN.
-
-    Args:
-        model: Model with the loaded weights.
-        uri: Path or URI of the checkpoint, for the message.
-    """
-    for name, weight in model.named_parameters():
-        if not bool(weight.isfinite().all()):
-            raise UserError(
-                f"the weights of {uri} are not all finite ({name}): its training "
-                "diverged"
-            )
 
 
 def load_state(uri: str | Path) -> dict[str, Any]:
