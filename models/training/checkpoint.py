@@ -5,9 +5,8 @@
 
 Weights are stored as safetensors. No file contains pickled code: the state is stored in
 `state.pt`, which has tensors and numbers and is read with `weights_only=True`.
-`config.json` is written last and lists the other files with sizes and SHA-256, so a
-folder without it is an incomplete checkpoint. Sizes are verified when a checkpoint is
-read, and hashes when a file is loaded.
+`config.json` is written last and lists the other files with their SHA-256, which are
+verified when a file is loaded. So a folder without it is an incomplete checkpoint.
 
 The folder of a run, local or at a URI, contains the last and the best checkpoint in
 folders `step-N`, and at the end of the run the best weights in `best`.
@@ -33,7 +32,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from core.errors import UserError, one_line
-from core.files import absolute, file_info, join, open_uri, write_file
+from core.files import (
+    absolute,
+    file_info,
+    join,
+    open_uri,
+    storage_errors,
+    write_file,
+)
 from core.schemas import RunRef
 from core.tables import CHECKED, Table, check_file_names
 
@@ -78,8 +84,6 @@ class Checkpoint:
     (`models/warm_start.py`, `models/retrieval/popular.py`)."""
     code: dict[str, str] = field(default_factory=dict)
     """Sources of the user's own files that trained the model (`models/registry.py`)."""
-    files: dict[str, int] = field(default_factory=dict)
-    """Sizes of the other files in bytes, by name."""
     sha256: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the other files, by name."""
 
@@ -150,7 +154,6 @@ def _write_files(
     except (SafetensorError, RuntimeError) as error:  # such as a full disk
         raise OSError(f"{folder}: {one_line(error)}") from None
     names = [WEIGHTS, *([STATE] if state is not None else [])]
-    metadata.files = {name: (folder / name).stat().st_size for name in names}
     metadata.sha256 = {name: _hash(folder / name) for name in names}
 
 
@@ -215,7 +218,7 @@ def local(uri: str | Path) -> Iterator[Path]:
         return
     with TemporaryDirectory() as folder:
         # by the names of its record: the store may list other names
-        for name in (CONFIG, *read(uri).files):
+        for name in (CONFIG, *read(uri).sha256):
             target = f"{folder}/{name}"
             _copy(f"{path}/{name}", target, filesystem, fs.LocalFileSystem())
         yield Path(folder)
@@ -249,7 +252,7 @@ def locate(uri: str, what: str = "checkpoint") -> str:
 
 
 def read(uri: str | Path) -> Checkpoint:
-    """Read `config.json`, and verify the sizes of the other files."""
+    """Read `config.json`."""
     filesystem, path = open_uri(str(uri))
     config_path = f"{path}/{CONFIG}"
     if not exists(uri):
@@ -260,15 +263,9 @@ def read(uri: str | Path) -> Checkpoint:
         metadata: Checkpoint = TypeAdapter(Checkpoint).validate_python(content)
         if metadata.tracking:
             RunRef(**metadata.tracking)  # raises if a field is missing
-        check_file_names(metadata.files)
+        check_file_names(metadata.sha256)
     except ValueError as error:
         raise UserError(f"{config_path} is damaged ({one_line(error)})") from error
-    for name, size in metadata.files.items():
-        info = filesystem.get_file_info(f"{path}/{name}")
-        if info.type != fs.FileType.File:
-            raise UserError(f"{uri}/{name} is missing")
-        if info.size != size:
-            raise UserError(f"{uri}/{name} has {info.size} bytes, {CONFIG} says {size}")
     return metadata
 
 
@@ -279,7 +276,8 @@ def verified(uri: str | Path, name: str) -> Iterator[Path]:
     if not expected:
         raise UserError(f"{uri} holds no {name}")
     with local(uri) as folder:
-        actual = _hash(folder / name)
+        with storage_errors(f"{uri}/{name}"):
+            actual = _hash(folder / name)
         if actual != expected:
             raise UserError(
                 f"{uri}/{name} is damaged: its SHA-256 is {actual[:12]}, {CONFIG} says "

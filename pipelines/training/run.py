@@ -429,7 +429,6 @@ def finish_run(
 def copy_weights(source: str, target: str) -> Checkpoint:
     """Copy a checkpoint without the state to resume from, and return its content."""
     copied = checkpoint.read(source)
-    copied.files = {WEIGHTS: copied.files[WEIGHTS]}
     copied.sha256 = {WEIGHTS: copied.sha256[WEIGHTS]}
     filesystem, source_path = open_uri(source)
     _, target_path = open_uri(target)

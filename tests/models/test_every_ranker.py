@@ -197,7 +197,7 @@ def test_a_checkpoint_restores_the_model(
         tmp_path, load_catalogue(name, inputs[run.model.kind.name])
     )
 
-    assert set(metadata.files) == {"model.safetensors"}
+    assert set(metadata.sha256) == {"model.safetensors"}
     assert {"sequences", "items"} <= metadata.hashes.keys()
     rows = range(len(run.val))
     expected = score(run.model, run.val, rows)
