@@ -151,21 +151,6 @@ def write_modules(folder: Path, *paths: str) -> None:
     )
 
 
-def test_pairs_have_the_state_of_the_first_separator(tmp_path: Path) -> None:
-    save_bert(tmp_path)
-    encoder = TextEncoder(str(tmp_path), "cls", 256, 4)
-    seconds = TEXTS[::-1]
-    vectors = encoder.encode(TEXTS, seconds, separator=True)
-    model = AutoModel.from_pretrained(tmp_path).eval()
-    for row, pair in enumerate(zip(TEXTS, seconds, strict=True)):
-        batch = make_tokenizer()(*pair, return_tensors="pt")
-        with torch.inference_mode():
-            states = model(**batch).last_hidden_state[0]
-        first = batch["input_ids"][0].tolist().index(3)
-        expected = torch.nn.functional.normalize(states[[0, first]], dim=-1)
-        np.testing.assert_allclose(vectors[row], expected.flatten(), atol=1e-5)
-
-
 def test_a_saved_encoder_gives_the_same_vectors(tmp_path: Path) -> None:
     save_bert(tmp_path / "bert")
     encoder = TextEncoder(str(tmp_path / "bert"), "cls", 8, 4)
