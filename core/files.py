@@ -183,21 +183,60 @@ def hold_lock(uri: str, busy: str, wait: float = 0) -> Iterator[None]:
 
 @contextmanager
 def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
-    """Hold a lock at a URI, an object that its holder rewrites as a heartbeat."""
-    # imported late: jobs with local paths do not need obstore
-    from obstore.exceptions import BaseError
+    """Hold a lock at a URI, an object that its holder rewrites as a heartbeat.
 
-    done = threading.Event()
+    The object is written through obstore, as pyarrow.fs has no conditional writes.
+    """
+    # imported late: jobs with local paths do not need obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+    bucket, _, key = open_uri(uri)[1].partition("/")
+    store, done = _open_store(uri, bucket), threading.Event()
+    started = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+    holder = f"process {os.getpid()} on {socket.gethostname()}, since {started}"
+    prefix = f"{holder}; {uuid.uuid4().hex}."
+    held: Any = None  # version that this process wrote; None if it lost the lock
+
+    def read() -> tuple[str, Any] | None:
+        try:
+            found = store.get(key)
+        except FileNotFoundError:
+            return None
+        tags = {name: found.meta[name] for name in ("e_tag", "version")}
+        version = {name: tag for name, tag in tags.items() if tag}
+        return bytes(found.bytes()).decode(errors="replace"), version
+
+    def write(version: Any) -> bool:
+        nonlocal held
+        content = f"{prefix}{uuid.uuid4().hex}"
+        with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError):
+            store.put(key, content.encode(), mode=version or "create")
+        current = read()
+        held = current[1] if current and current[0].startswith(prefix) else None
+        return held is not None
+
+    def acquire() -> None:
+        deadline = time.monotonic() + wait
+        previous, unchanged_since = None, time.monotonic()
+        while True:
+            current, now = read(), time.monotonic()
+            has_expired = current == previous and now - unchanged_since >= EXPIRES_S
+            if (current is None or has_expired) and write(current and current[1]):
+                return
+            if current and current != previous:
+                if previous and now >= deadline:
+                    raise UserError(f"{busy} ({current[0].partition(';')[0]})")
+                previous, unchanged_since = current, now
+            time.sleep(1)
 
     def send_heartbeats() -> None:
-        while lock.is_held and not done.wait(HEARTBEAT_S):
+        while held and not done.wait(HEARTBEAT_S):
             with suppress(BaseError):  # the next heartbeat may reach the storage
-                lock.is_held = lock.write(lock.version)
+                write(held)
 
     with storage_errors(uri):
         try:
-            lock = _LockObject(uri)
-            lock.acquire(busy, wait)
+            acquire()
         except BaseError as error:
             raise OSError(str(error)) from error
     thread = threading.Thread(target=send_heartbeats, daemon=True, name="lock")
@@ -207,90 +246,15 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        lock.release()
-    if not lock.is_held:
+        with suppress(BaseError):
+            current = read()
+            if current and current[1] == held:
+                store.delete(key)
+    if not held:
         raise UserError(
             f"another process acquired the lock {uri} meanwhile, because this process "
             f"sent no heartbeat for {EXPIRES_S:g} s"
         )
-
-
-class _LockObject:
-    """The object of a lock in a bucket.
-
-    The object is written through obstore, as pyarrow.fs has no conditional writes.
-    """
-
-    def __init__(self, uri: str) -> None:
-        bucket, _, self.key = open_uri(uri)[1].partition("/")
-        self.store = _open_store(uri, bucket)
-        started = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
-        self.holder = (
-            f"process {os.getpid()} on {socket.gethostname()}, since {started}"
-        )
-        self.id = uuid.uuid4().hex
-        self.is_held = True
-        """Whether no other process has acquired the lock meanwhile."""
-        self.version: Any = None
-        """Version of the object that this process last wrote."""
-
-    def acquire(self, busy: str, wait: float) -> None:
-        """Wait until this process holds the lock."""
-        deadline = time.monotonic() + wait
-        previous: tuple[str, Any] | None = None
-        unchanged_since = time.monotonic()
-        while True:
-            current = self.read()
-            now = time.monotonic()
-            has_expired = current == previous and now - unchanged_since >= EXPIRES_S
-            if current is None:
-                if self.write(None):
-                    return
-            elif has_expired:
-                if self.write(current[1]):
-                    return
-            elif current != previous:
-                if previous and now >= deadline:
-                    raise UserError(f"{busy} ({current[0].partition(';')[0]})")
-                previous = current
-                unchanged_since = now
-            time.sleep(1)
-
-    def read(self) -> tuple[str, Any] | None:
-        """Return the content and version of the object; None if it does not exist."""
-        try:
-            result = self.store.get(self.key)
-        except FileNotFoundError:
-            return None
-        version = {
-            name: result.meta[name]
-            for name in ("e_tag", "version")
-            if result.meta[name]
-        }
-        return bytes(result.bytes()).decode(errors="replace"), version
-
-    def write(self, version: Any) -> bool:
-        """Overwrite a version of the object, and return if this process holds it."""
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
-        prefix = f"{self.holder}; {self.id}."
-        content = f"{prefix}{uuid.uuid4().hex}".encode()
-        with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError):
-            self.store.put(self.key, content, mode=version or "create")
-        current = self.read()
-        if current is None or not current[0].startswith(prefix):
-            return False
-        self.version = current[1]
-        return True
-
-    def release(self) -> None:
-        """Delete the object if this process holds it."""
-        from obstore.exceptions import BaseError
-
-        with suppress(BaseError):
-            current = self.read()
-            if current and current[1] == self.version:
-                self.store.delete(self.key)
 
 
 def _open_store(uri: str, bucket: str) -> Any:

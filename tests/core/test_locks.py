@@ -36,8 +36,11 @@ def hold_output(uri: str) -> AbstractContextManager[None]:
 
 def read_lock(uri: str) -> str | None:
     """Return the content of a lock, or None without a lock."""
-    content = locks._LockObject(f"{uri}/{LOCK}").read()
-    return content[0] if content else None
+    filesystem, path = open_uri(f"{uri}/{LOCK}")
+    if not filesystem.get_file_info(path).is_file:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        return stream.read().decode()
 
 
 def start_holder(uri: str) -> subprocess.Popen:
