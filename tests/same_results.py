@@ -240,7 +240,8 @@ def read_training(run: Path) -> dict[str, Any]:
         values["tensors"] += [hash_tensor(tensor) for tensor in tensors]
     for file in run.rglob("best/*.json"):
         for name, value in json.loads(file.read_text()).get("metrics", {}).items():
-            values.setdefault(name, []).append(float(f"{value:.12g}"))
+            if value is not None:
+                values.setdefault(name, []).append(float(f"{value:.12g}"))
     return {name: sorted(items) for name, items in values.items()}
 
 
