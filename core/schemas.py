@@ -151,8 +151,6 @@ class LogInfo:
     if a column has the time."""
     ranges: dict[str, list[float]] = field(default_factory=dict)
     """Range of each number label that declares one."""
-    history: str | None = None
-    """Column of earlier behaviours."""
 
     @property
     def bool_labels(self) -> list[str]:

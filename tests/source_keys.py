@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from pipelines.prepare.reading.log import AsOf, HistoryColumn, Items, Label, Log, Users
+from pipelines.prepare.reading.log import AsOf, Items, Label, Log, Users
 from pipelines.prepare.reading.times import Time
 from pipelines.prepare.settings.actions import ActionsConfig, Counts, Input, Task
 from pipelines.prepare.settings.config import PrepareConfig, SearchConfig, SplitConfig
@@ -30,7 +30,6 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
     "": (Log, ()),
     "time.": (Time, ()),
     "labels.NAME.": (Label, ()),
-    "history.": (HistoryColumn, ()),
     "items.": (
         Items,
         (
@@ -97,7 +96,6 @@ OMITTED_FIELDS = (
     "prepare.ray_data",
     "prepare.split",
     "time",
-    "history",
     "items",
     "users",
     "as_of",

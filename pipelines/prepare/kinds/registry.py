@@ -38,7 +38,7 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     """
     check_known([config.kind], KINDS, "kind")
     info, name = source.info, config.kind
-    may_have_baskets = config.ties == "strict" and info.clock and not info.history
+    may_have_baskets = config.ties == "strict" and info.clock
     if name == "retrieval" and source.request and may_have_baskets:
         config = replace(config, baskets=config.baskets or "request")
     kind, moment = KINDS[name], config.counts_as_of
@@ -49,7 +49,6 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
         late_label = f"label '{config.behaviour}', known later than its event,"
     has_counts = kind.has_counts and info.clock and config.search.windows_days
     retrieval_only = {
-        "history": info.history,
         "duplicates": config.duplicates != "drop",
         "baskets": config.baskets is not None,
     }
@@ -76,17 +75,11 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
         ),
         (
             config.baskets and not may_have_baskets,
-            f"baskets is {config.baskets}, which needs clock times, ties strict and no "
-            f"'history'",
+            f"baskets is {config.baskets}, which needs clock times and ties strict",
         ),
         (
             config.baskets == "request" and not source.request,
             "baskets is request, but the mapping names no 'request'",
-        ),
-        (
-            info.history and config.duplicates != "drop",
-            f"duplicates is {config.duplicates}, but 'history' is repeated in each row "
-            "of its user: only drop",
         ),
         (
             config.core_window == "train" and split != "temporal",

@@ -26,10 +26,10 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 
 from core.errors import UserError
 from core.files import join
-from core.options import build, changed, check_known, read_yaml
+from core.options import build, changed, read_yaml
 from core.schemas import LogInfo, events_schema, items_schema
 from pipelines.prepare.reading.read import Files, check_condition, check_sql, list_files
-from pipelines.prepare.reading.times import Time, parse_iso_ms
+from pipelines.prepare.reading.times import Time
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 MAX_NAME_LENGTH = 80
@@ -139,34 +139,6 @@ class Label:
     def is_late(self) -> bool:
         """Whether the label is known later than its event."""
         return self.time is not None or self.delay_minutes is not None
-
-
-@dataclass(frozen=True)
-class HistoryColumn:
-    """Earlier behaviours of the row's user, as a list of items without times.
-
-    An example is MIND's column of clicked news. The k-th item of a list becomes an
-    event of its user k milliseconds after `at`. Rows that repeat a list repeat its
-    events, which are dropped as duplicates.
-    """
-
-    __pydantic_config__ = FORBID_EXTRA
-
-    column: str
-    """Column or SQL expression of the list of items, oldest first."""
-    at: str
-    """Time before the log, as ISO 8601, of the first item of each list. Each later item
-    is one millisecond later."""
-    labels: list[str] | None = None
-    """Names of the bool labels that are true for these behaviours; [] for none.
-    Required if the log has bool labels."""
-
-    def __post_init__(self) -> None:
-        if parse_iso_ms(self.at) is None:
-            raise ValueError(
-                f"history.at is '{self.at}', which is not an ISO 8601 time; use a time "
-                f"such as '2019-10-12'"
-            )
 
 
 @dataclass(frozen=True)
@@ -350,8 +322,6 @@ class Log(Files):
     """Lists of equal length that become one row per element: {name: list column or SQL
     expression}. The other keys read the elements by these names. Rows with an empty
     list are rejected."""
-    history: HistoryColumn | None = None
-    """Earlier behaviours without times: {column, at, labels}."""
     items: Items | None = None
     """Item files: {files, item, texts, attributes, numbers}."""
     texts: Columns = field(default_factory=dict)
@@ -369,13 +339,7 @@ class Log(Files):
 
     def __post_init__(self) -> None:
         if self.sequence is not None:
-            others = (
-                self.explode,
-                self.labels,
-                self.history,
-                self.position,
-                self.texts,
-            )
+            others = (self.explode, self.labels, self.position, self.texts)
             if self.time or self.request or any(others):
                 raise ValueError("'sequence' reads lists without times or labels")
             object.__setattr__(self, "time", Time(unit="order"))
@@ -400,13 +364,6 @@ class Log(Files):
         repeated = [name for name, count in Counter(features).items() if count > 1]
         if repeated:
             raise ValueError(f"'{repeated[0][4:]}' is the name of two features")
-        if self.history:
-            flags = [name for name, kind in self.labels.items() if kind.type == "bool"]
-            if not self.has_clock_times:
-                raise ValueError("'history' needs a log with clock times")
-            if self.history.labels is None and flags:
-                raise ValueError("'history.labels' is missing")
-            check_known(self.history.labels or [], flags, "history.labels")
         check_sql([*self.columns.values(), *self.lists])
         check_condition(self.where)
 
@@ -469,8 +426,7 @@ class Log(Files):
     @property
     def lists(self) -> list[str]:
         """Columns or SQL expressions that must be lists."""
-        history = self.history.column if self.history else None
-        return list(filter(None, [self.sequence, history, *self.explode.values()]))
+        return list(filter(None, [self.sequence, *self.explode.values()]))
 
     @property
     def info(self) -> LogInfo:
@@ -488,7 +444,6 @@ class Log(Files):
                 if label.is_late
             },
             ranges={name: label.range for name, label in labels.items() if label.range},
-            history=self.history.column if self.history else None,
         )
 
     @property

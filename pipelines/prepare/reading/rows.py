@@ -29,7 +29,7 @@ from core.files import join
 from core.ids import UNCLEAN_ID, clean_id
 from core.schemas import REJECTS
 from core.tables import LARGEST_NUMBER
-from pipelines.prepare.reading.log import AsOf, HistoryColumn, Log, Section
+from pipelines.prepare.reading.log import AsOf, Log, Section
 from pipelines.prepare.reading.read import (
     MAX_QUOTED_CHARS,
     ROW,
@@ -39,14 +39,13 @@ from pipelines.prepare.reading.read import (
     read_frames,
     root_columns,
 )
-from pipelines.prepare.reading.times import Time, parse_iso_ms, parse_times
+from pipelines.prepare.reading.times import Time, parse_times
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
 MISSING_VALUES = {"request_id": "", "position": 0}
 """Values of columns that a log does not have. Other missing columns are null."""
 # temporary columns of a frame while lists are exploded
 ELEMENT, REQUEST, UNEQUAL, LIST = "__element", "__request", "__unequal", "__list"
-TIME = "__time"
 MAX_EXPLODED_ROWS = 1 << 18
 """Approximate maximum number of rows per block after lists are exploded."""
 MAX_INT32 = 2**31 - 1
@@ -803,8 +802,7 @@ class EventParser:
         """Yield converted rows, one per event."""
         log = self.log
         if log.sequence:
-            lists = evaluate_list(rows, log.sequence, "sequence", self.uri)
-            yield from self._parse_lists(rows, lists, log.item, 0)
+            yield from self._parse_sequences(rows, log.sequence)
             return
         with_lists = self._add_lists(rows) if log.explode else rows
         for piece in split_rows(with_lists, next(iter(log.explode), None)):
@@ -812,8 +810,6 @@ class EventParser:
                 columns = [*log.explode, ELEMENT]
                 piece = piece.explode(columns, empty_as_null=True, keep_nulls=True)
             yield self._parse_rows(piece)
-        if log.history and len(rows):
-            yield from self._parse_history(rows, log.history)
 
     def _parse_rows(self, piece: pl.DataFrame) -> Rows:
         """Convert raw rows, whose lists are exploded, to columns of events."""
@@ -871,52 +867,12 @@ class EventParser:
         extra = {REQUEST: request, UNEQUAL: is_unequal.to_series()}
         return rows.with_columns(**usable, **extra)
 
-    def _parse_history(
-        self, rows: pl.DataFrame, history: HistoryColumn
-    ) -> Iterator[Rows]:
-        """Yield the earlier behaviours in the rows, one row each."""
-        log, time = self.log, self.log.event_time
-        columns = {"user": log.user, "time": str(time.column)}
-        values, _ = evaluate(rows, columns, self.uri)
-        row_time, time_error = parse_times(values["time"], time, "")
-        user = clean_ids(values["user"])
-        lists = evaluate_list(rows, history.column, "history.column", self.uri)
-        lists = lists.cast(pl.List(pl.String))
-        rows = rows.with_columns(
-            user.alias(REQUEST), row_time.alias(TIME), lists.alias(LIST)
-        )
-        is_valid = time_error.is_null() & user.is_not_null() & (lists.list.len() > 0)
-        rows = rows.filter(is_valid).sort(TIME, maintain_order=True)
-        rows = rows.unique([REQUEST, LIST], keep="first", maintain_order=True).sort(ROW)
-        begin = parse_iso_ms(history.at) or 0
-        for events in self._parse_lists(rows, rows[LIST], None, begin):
-            moment = events.values["timestamp_ms"]
-            for name in history.labels or ():
-                is_set = pl.repeat(True, len(events.raw), eager=True)
-                events.values[f"label_{name}"] = is_set
-                if log.labels[name].is_late:
-                    events.values[f"known_{name}"] = moment
-            events.reject(
-                moment >= events.raw[TIME],
-                f"{history.column}: not before its row, give an earlier history.at "
-                f"than {history.at}",
-            )
-            yield events
-
-    def _parse_lists(
-        self, rows: pl.DataFrame, lists: pl.Series, last: str | None, begin: int
-    ) -> Iterator[Rows]:
-        """Yield the rows of events from lists of items, one row per item.
-
-        Args:
-            rows: Rows of the file.
-            lists: Items of each row.
-            last: Column or SQL expression of an item after the list, or None.
-            begin: Time of the first item of each list.
-        """
+    def _parse_sequences(self, rows: pl.DataFrame, sequence: str) -> Iterator[Rows]:
+        """Yield the rows of events from lists of items, one row per item."""
+        lists = evaluate_list(rows, sequence, "sequence", self.uri)
         items = lists.cast(pl.List(pl.String)).fill_null([])
-        if last:
-            evaluated, _ = evaluate(rows, {"last": last}, self.uri)
+        if self.log.item:  # an item after the list
+            evaluated, _ = evaluate(rows, {"last": self.log.item}, self.uri)
             last_item = clean_ids(evaluated["last"])
             with_last = pl.concat_list(items, last_item)
             joined = pl.when(last_item.is_null()).then(items).otherwise(with_last)
@@ -926,13 +882,13 @@ class EventParser:
         for piece in split_rows(rows, LIST):
             piece = piece.explode(LIST, ELEMENT, empty_as_null=True, keep_nulls=True)
             events = Rows(piece, {"user_id": self.log.user, "item_id": LIST}, self.uri)
-            events.expressions["item_id"] = self.log.lists[0]  # for messages
+            events.expressions["item_id"] = sequence  # for messages
             events.parse_ids("user_id")
             events.parse_ids(
                 "item_id",
                 "missing or empty; of text with blanks in a row split "
                 "regexp_replace(..., '\\s+', ' ')",
             )
-            events.values["timestamp_ms"] = piece[ELEMENT].fill_null(0) + begin
+            events.values["timestamp_ms"] = piece[ELEMENT].fill_null(0)
             events.join(self.users)
             yield events

@@ -302,9 +302,3 @@ def _parse_format(
         )
         parsed = parsed.dt.convert_time_zone("UTC")
     return parsed.dt.epoch("us").floordiv(1000)
-
-
-def parse_iso_ms(text: str) -> int | None:
-    """Return the epoch ms of an ISO 8601 time, or None if it is invalid."""
-    value, _ = parse_times(pl.Series([str(text)]), Time("t"), "t")
-    return value[0]
