@@ -304,7 +304,8 @@ class Log(Files):
     query: str | None = None
     """Column or SQL expression of the search query."""
     request: str | None = None
-    """Column or SQL expression of the id of the request or page view."""
+    """Column or SQL expression of the id of the request or page view; in a retrieval
+    log, of the order whose items are a basket."""
     position: str | None = None
     """Column or SQL expression of the rank at which the item was shown, from 0; by
     default, with `explode`, the rank in the list."""
