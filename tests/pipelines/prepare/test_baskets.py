@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +170,13 @@ def test_baskets_that_need_other_settings_are_refused(
             tmp_path / "tables",
             **options,
         )
+
+
+def test_behaviours_that_share_a_time_are_counted(
+    tmp_path: Path, log: list[Row], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "log.jsonl", log)
+    prepare_log(MAPPING, tmp_path, tmp_path / "tables")
+    times = Counter((row["u"], row["ms"]) for row in log)
+    shared = sum(count for count in times.values() if count > 1)
+    assert f"{shared} of {len(log)} behaviours share" in capsys.readouterr().out

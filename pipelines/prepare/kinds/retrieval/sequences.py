@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
-from core.tables import Table
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_interactions
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import BuiltTable, SequenceBuilder
@@ -74,8 +73,13 @@ class RetrievalBuilder(SequenceBuilder):
         if not self.config.baskets:
             requests = behaviours.select(
                 *columns, candidates=pl.concat_list("item_index")
+            ).sort("row")
+            is_tied = (pl.col("user").diff() == 0) & (
+                pl.col("timestamp_ms").diff() == 0
             )
-            return requests.sort("row")
+            is_shared = (is_tied | is_tied.shift(-1)).fill_null(False)
+            count["shared_times"] = requests.select(is_shared.sum()).item()
+            return requests
         by_time = self.config.baskets == "equal_times"
         key = "timestamp_ms" if by_time else "request_id"
         baskets = (
@@ -103,25 +107,20 @@ class RetrievalBuilder(SequenceBuilder):
         without_history = built.per_split("without_history")
         usable = {name: requests[name] - without_history[name] for name in SPLITS}
         require_training(usable, "request with a history")
+        shared, total = built.count["shared_times"], built.count["interactions"]
+        if self.config.baskets:
+            run.report(f"baskets: {sum(requests.values()):,} requests")
+        elif shared and self.source.info.clock and self.config.ties == "strict":
+            run.report(
+                f"note: {shared:,} of {total:,} behaviours share user and time; "
+                f"baskets: equal_times makes them one request"
+            )
         return {
             "baskets": self.config.baskets,
             "tied_targets": built.tied_targets(),
             "requests": requests,
             "requests_without_history": without_history,
         }
-
-    def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
-        """Report the sizes, and behaviours that may be baskets or already are."""
-        super().report(run, sequences, seconds)
-        info = sequences.info
-        if info.baskets:
-            run.report(f"baskets: {sum(info.requests.values()):,} requests")
-        elif info.tied_behaviours and info.log.clock and info.ties == "strict":
-            run.report(
-                f"note: {info.tied_behaviours:,} of {info.interactions:,} behaviours "
-                f"have the user and time of the one before; baskets: equal_times makes "
-                f"them one request"
-            )
 
     @staticmethod
     def warn(info: Any) -> Iterator[str]:
