@@ -478,6 +478,14 @@ class SearchInfo(SequencesInfo):
     candidates_outside: int
     requests_truncated: int
     requests_without_query: int
+    sessions: list[str] = field(default_factory=list)
+    """Types of behaviours in histories that are no results of a search."""
+    session_rows: int = 0
+    """Number of their rows, before truncation."""
+    sessions_unknown_users: int = 0
+    """Number of their rows that are left out because the user has no event."""
+    sessions_unknown_items: int = 0
+    """Number of their rows that are left out because the catalogue lacks the item."""
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -752,7 +760,9 @@ QUERIES = pa.schema(
 """Schema of queries: one row per distinct query of a search log."""
 
 
-def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa.Schema:
+def search_schema(
+    events: pa.Schema, labels: Iterable[str], features: int, has_sessions: bool = False
+) -> pa.Schema:
     """Return the schema of search sequences: one row per user with a request.
 
     Behaviours are results with the first of `labels` set, as lists of equal length.
@@ -767,7 +777,9 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
         events: Schema of the events, with joined features.
         labels: Names of the bool labels.
         features: Number F of computed features per candidate.
+        has_sessions: Whether behaviours have a column of their session's type.
     """
+    session_type = [_user_list("session_type", pa.string())] if has_sessions else []
     carried = _carried_fields(events)
     custom = [field for field in carried if field.name.startswith(("num_", "cat_"))]
     request = pa.struct(
@@ -799,6 +811,8 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
             # -1 if the search had no query
             _user_list("query_index", pa.int32()),
             _user_list("position", pa.int32()),
+            # null for a result of a search
+            *session_type,
             *(_user_list(field.name, field.type) for field in carried),
             # features at the time of the request that showed the result
             _user_list("features", pa.list_(pa.field("item", pa.float32()), features)),

@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from pipelines.prepare.reading.log import AsOf, Items, Label, Log, Users
+from pipelines.prepare.reading.log import AsOf, Items, Label, Log, Session, Users
 from pipelines.prepare.reading.times import Time
 from pipelines.prepare.settings.actions import ActionsConfig, Counts, Input, Task
 from pipelines.prepare.settings.config import PrepareConfig, SearchConfig, SplitConfig
@@ -47,6 +47,7 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
         AsOf,
         ("files", "item", "user", "time", "numbers", "categories"),
     ),
+    "sessions.NAME.": (Session, ("files", "user", "item", "time")),
     "prepare.": (PrepareConfig, ()),
     "prepare.split.": (SplitConfig, ()),
 }
@@ -99,6 +100,7 @@ OMITTED_FIELDS = (
     "items",
     "users",
     "as_of",
+    "sessions",
     "actions.counts",
 )
 """Fields that are no keys, or that have a section."""

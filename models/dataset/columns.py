@@ -40,7 +40,7 @@ MAX_UNUSED_S = 7 * 24 * 3600
 ENTRY = re.compile(r"[a-z_]+-[0-9a-f]{32}(\.|$)")
 """Names of entries, their locks and unfinished entries."""
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of the format and names of arrays; part of the name of a cache entry."""
 
 Columns = dict[str, NDArray[Any]]

@@ -190,6 +190,8 @@ class SearchCatalogue:
     constant."""
     custom_features: CustomFeatures = field(default_factory=CustomFeatures)
     """The log's custom features, which are the last names of `features`."""
+    session_types: tuple[str, ...] = ()
+    """Types of the behaviours that are no clicks, such as views of items."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Features of each group of HFG-Attention, in order."""
     versions: dict[str, Table[Any]] = field(default_factory=dict)
@@ -265,6 +267,7 @@ class SearchCatalogue:
             feature_mean=mean,
             feature_std=std,
             custom_features=custom_features,
+            session_types=tuple(info.sessions),
             unknown_when_ranking=tuple(info.unknown_when_ranking),
             groups={group.name: tuple(group.features) for group in info.groups},
             versions=versions,

@@ -149,6 +149,10 @@ class QGS(Ranker):
         self.project = nn.Linear(token_width, config.width)  # W_proj of Eq. 2
         self.position = nn.Embedding(config.max_history, config.width)  # p_t of Eq. 2
         nn.init.normal_(self.position.weight, std=0.02)
+        self.behaviour_type = None
+        if catalogue.session_types:
+            num_types = 1 + len(catalogue.session_types)
+            self.behaviour_type = nn.Embedding(num_types, config.width)
         # state of requests without behaviours
         self.start = nn.Parameter(torch.zeros(config.width))
         self.encoder: nn.Module = build_encoder(config)
@@ -216,7 +220,10 @@ class QGS(Ranker):
             (B, T, D) states h_t. Each depends on its behaviour and earlier ones alone.
         """
         position = self.position.weight[: tokens.shape[1]]  # (T, D)
-        return self.encoder(self.project(tokens) + position, batch.history_time)
+        inputs = self.project(tokens) + position
+        if self.behaviour_type is not None:
+            inputs = inputs + self.behaviour_type(batch.history_type)
+        return self.encoder(inputs, batch.history_time)
 
     def predict_next(self, states: Tensor, text: Tensor, row: Tensor) -> Tensor:
         """Predict the next item, z of Eq. 3.

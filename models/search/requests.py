@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import UserError
+from core.options import check_known
 from core.ragged import (
     find_rows,
     gather_ranges,
@@ -92,6 +93,8 @@ class SearchBatch(Batch):
     """(B, T) int64 `item_index`, oldest first, -1 at padding."""
     history_query: Tensor = axes("B", "T", padding=NO_QUERY)
     """(B, T) int64 `query_index` of each behaviour, -1 without a query."""
+    history_type: Tensor = axes("B", "T")
+    """(B, T) int64 0 for a click, else the number of a `session_types`, from 1."""
     history_time: Tensor = axes("B", "T")
     """(B, T) int64 ms."""
     history_features: Tensor = axes("B", "T", "F")
@@ -156,10 +159,11 @@ class SearchBatch(Batch):
 def list_columns(info: SearchInfo) -> list[str]:
     """Return the columns that `decode` reads, with labels and custom features."""
     by_user = ["item_index", "timestamp_ms", "query_index", "features"]
+    session_type = ["session_type"] if info.sessions else []
     by_request = ["history_end", "split", "candidates", "positions", *by_user[1:]]
     labels = [f"label_{name}" for name in info.labels]
     requests = request_columns(*by_request, *labels, *info.custom.names)
-    return [*by_user, *info.custom.names, *requests]
+    return [*by_user, *session_type, *info.custom.names, *requests]
 
 
 def decode(table: pa.Table, info: SearchInfo) -> Columns:
@@ -167,9 +171,10 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
 
     Returns:
         Columns by user: `behaviours_per_user` and `requests_per_user`. By behaviour:
-        `item`, `time`, `query` and `history_features`. By request: `history_end`,
-        `split`, `request_query`, `request_time` and `candidates_per_request`. By
-        candidate: `candidate`, `position`, `labels` and `features`.
+        `item`, `type`, `time`, `query` and `history_features`. By request:
+        `history_end`, `split`, `request_query`, `request_time` and
+        `candidates_per_request`. By candidate: `candidate`, `position`, `labels` and
+        `features`.
     """
     item_lists = table["item_index"].combine_chunks()
     request_lists = table["requests"].combine_chunks()
@@ -185,6 +190,11 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
     def by_candidate(name: str) -> pa.Array:
         return pc.struct_field(requests, name).flatten()
 
+    types = np.zeros(len(item_lists.flatten()), np.int64)
+    if info.sessions:
+        names = pa.array(info.sessions)
+        index = pc.index_in(by_behaviour("session_type"), names, skip_nulls=True)
+        types = pc.fill_null(index, -1).to_numpy() + 1
     features = []
     for read, vectors, count in (
         (by_behaviour, by_behaviour("features").flatten(), len(item_lists.flatten())),
@@ -204,6 +214,7 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
         "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
         "requests_per_user": pc.list_value_length(request_lists).to_numpy(),
         "item": item_lists.flatten().to_numpy(),
+        "type": types.astype(np.int8),
         "time": by_behaviour("timestamp_ms").to_numpy(),
         "query": by_behaviour("query_index").to_numpy().astype(np.int32),
         "history_features": features[0],
@@ -341,6 +352,7 @@ def collate(examples: SearchExamples) -> SearchBatch:
     return SearchBatch(
         history=to_tensor(history),
         history_query=to_tensor(history_query),
+        history_type=to_tensor(pad_ragged(columns["type"], index, inside, 0)),
         history_time=to_tensor(pad_ragged(columns["time"], index, inside, 0)),
         history_features=torch.from_numpy(history_features),
         history_length=to_tensor(examples.lengths),
@@ -429,6 +441,8 @@ class SearchRequest(CandidateRequest):
     query: Text | None = None
     history_query: Texts | None = None
     """Query of each behaviour, "" for none."""
+    history_type: Texts | None = None
+    """Type of each behaviour that is no click, "" for a click."""
     history_features: Vectors | None = None
 
 
@@ -474,7 +488,9 @@ class SearchRequests(Requests):
         if info.item_features:
             self.item_features = catalogue.versions["items"].read(info.item_features)
         custom = custom_schema(info.custom.names)
-        self.schema = search_schema(custom, info.labels, len(info.features))
+        self.schema = search_schema(
+            custom, info.labels, len(info.features), bool(info.sessions)
+        )
 
     @classmethod
     def list_names(cls, info: SearchInfo) -> dict[str, Any]:
@@ -501,8 +517,13 @@ class SearchRequests(Requests):
                 "history_time_ms is missing, and the model reads the time of each "
                 "behaviour"
             )
+        if self.info.sessions and request.timestamp_ms is None:
+            raise UserError("timestamp_ms is missing, and the model reads sessions")
+        types = request.history_type or [""] * len(request.history)
+        check_known(filter(None, types), self.info.sessions, "history_type")
         queries = request.history_query or [""] * len(request.history)
         mean = np.tile(self.mean, (len(queries), 1))
+        mean[[bool(name) for name in types]] = 0
         vectors = fill_missing("history_features", request.history_features, mean)
         labels = {f"label_{name}": [False] * len(scored) for name in self.info.labels}
         return {
@@ -510,11 +531,12 @@ class SearchRequests(Requests):
             "item_index": [self.index[request.history[i]] for i in past],
             "timestamp_ms": [times[i] or 0 for i in past],
             "query_index": [text.find_query(queries[i]) for i in past],
+            "session_type": [types[i] or None for i in past],
             "features": list(vectors[past]),
             **self._custom_columns(request, "history_", past),
             "requests": [
                 {
-                    "timestamp_ms": 0,
+                    "timestamp_ms": request.timestamp_ms or 0,
                     "query_index": text.find_query(request.query),
                     "history_end": len(past),
                     "split": "test",

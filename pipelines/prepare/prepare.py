@@ -44,7 +44,6 @@ from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.summary import collect_warnings, summarise
 from pipelines.prepare.reading.log import Log, describe_unread, load_source
 from pipelines.prepare.run import OutputTables, Report, Run
-from pipelines.prepare.sequences.as_of import PREFIX
 from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
 from pipelines.prepare.settings.config import PrepareConfig, PrepareOptions
@@ -147,9 +146,8 @@ def prepare(
     behaviour = None if kind.uses_all_events else config.behaviour
     with ExitStack() as stack:
         stack.enter_context(writing(output_uri))
-        as_of = [f"{PREFIX}{name}" for name in source.as_of]
         found: dict[str, Table] = {}
-        for name in (*TABLES, *as_of):
+        for name in (*TABLES, *source.timed):
             uri = join(output_uri, name)
             if existing == "overwrite":
                 check_replaceable(uri, name)
@@ -186,7 +184,7 @@ def prepare(
         run = Run(source, input_uri, config, behaviour, report, executor, tables, grows)
         for line in describe_unread(source, input_uri):
             report(line)
-        stack.enter_context(tables.clean_up_on_error(*TABLES, *as_of))
+        stack.enter_context(tables.clean_up_on_error(*TABLES, *source.timed))
         events, load_stats = make_events(run, partitions)
         split = _choose_split(run, events, load_stats)
         items = make_items(run, events, load_stats, split)

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from torch.nn import functional
 
 from core.errors import UserError
 from core.options import STRICT
@@ -42,6 +43,8 @@ from models.metrics.ranking_metrics import rank_in_request, request_auc
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.model import SearchModel
 from models.search.requests import SearchBatch
+
+HOUR_MS = 3_600_000
 
 MAX_SPLIT_VALUES = 255
 """Number of values up to which a category is a split column of the trees."""
@@ -80,6 +83,8 @@ class Boosted(BoostedTrees, SearchModel):
         self.number_index = [index[name] for name in number_names]
         self.counted_index = [index[name] for name in category_names]
         """Features whose equal values are counted in the history: all categories."""
+        self.num_types = len(catalogue.session_types)
+        self.reads_times = self.num_types > 0
         self.slope, self.intercept = 1.0, 0.0
         """Line from a sum of leaf values to log-odds of a click."""
         # one (rows,) tensor per split category: code of the catalogue -> code in
@@ -90,20 +95,23 @@ class Boosted(BoostedTrees, SearchModel):
         """Return the columns (N, X) float32 that the trees read.
 
         The split categories come first, NaN where unknown. Numbers follow, NaN where
-        missing, then the numbers relative to the list. The last columns count the
+        missing, then the numbers relative to the list. The next columns count the
         user's earlier clicks: all clicks, clicks on the same item, clicks after the
-        same query, and for each category the clicks with the same value.
+        same query, and for each category the clicks with the same value. If the log has
+        sessions, the last columns are the candidate's counts in them by type, and the
+        number of behaviours and the hours since its latest one, NaN without one.
         """
         features, request = batch.features, batch.candidate_request
         row = batch.request_row[request]  # (N,)
         end = batch.request_end[request, None]  # (N, 1)
         position = torch.arange(batch.history.shape[1], device=row.device)
-        earlier = position < end  # (N, T)
+        is_before = position < end  # (N, T)
+        earlier = is_before & (batch.history_type[row] == 0)
         query = batch.request_query[request, None]
         same_item = batch.history[row] == batch.candidate[:, None]
         same_query = (batch.history_query[row] == query) & (query != NO_QUERY)
         counts = [
-            end[:, 0],
+            earlier.sum(1),
             (earlier & same_item).sum(1),
             (earlier & same_query).sum(1),
         ]
@@ -111,6 +119,16 @@ class Boosted(BoostedTrees, SearchModel):
             value = features[:, i, None]
             same_value = (batch.history_features[row, :, i] == value) & (value > 0)
             counts.append((earlier & same_value).sum(1))
+        if self.num_types:
+            opened = is_before & same_item & (batch.history_type[row] > 0)
+            for number in range(1, self.num_types + 1):
+                counts.append((opened & (batch.history_type[row] == number)).sum(1))
+            # (N,) one more than the position of the latest one, 0 without one
+            latest = functional.pad(opened * (position + 1), (1, 0)).amax(1)
+            times = functional.pad(batch.history_time, (1, 0))[row, latest]
+            hours = (batch.request_time[request] - times) / HOUR_MS
+            for since in (end[:, 0] - latest, hours):
+                counts.append(torch.where(latest > 0, since, torch.nan))
         codes = select_columns(features, self.split_index)
         if self.split_categories:
             columns = [

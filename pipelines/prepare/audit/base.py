@@ -119,6 +119,17 @@ class Tables:
         rows = self.sequences.select("user_id", "row")
         return events.join(rows, on="user_id", maintain_order="left")
 
+    @cached_property
+    def sessions(self) -> pl.DataFrame:
+        """Behaviours of sessions: the rows of all `session_NAME`, in their order."""
+        frames = [
+            self.read(f"session_{name}")
+            .drop("part")
+            .with_columns(session_type=pl.lit(name))
+            for name in self.info.sessions
+        ]
+        return pl.concat(frames).with_row_index("session")
+
     @property
     def info(self) -> Any:
         """`info` of the manifest of `sequences`, of the class of its kind."""

@@ -79,6 +79,17 @@ def check_search_tables(
     behaviours = rows.behaviours.join(
         request_times, on=["row", "index"], how="left", maintain_order="left"
     )
+    if tables.info.sessions:
+        is_session, features = (
+            pl.col("session_type").is_not_null(),
+            pl.col("features").arr,
+        )
+        has_features = (features.min() != 0) | (features.max() != 0)
+        rules["windows"].add_rows(
+            behaviours.filter(is_session & has_features),
+            "user {user_id}, behaviour {index}: has features, but is of a session",
+        )
+        behaviours = behaviours.filter(~is_session)
     check_features(tables, log, rows.all_requests, behaviours, rules["windows"])
     clicked = pl.col(f"label_{tables.info.labels[0]}").list
     candidates = rows.all_requests.select("split", "candidates").explode("candidates")
@@ -89,6 +100,12 @@ def check_search_tables(
         "candidates": count_per_split(candidates.drop_nulls()),
         "requests_one_class": count_per_split(one_class),
     }
+    if tables.info.sessions:
+        known_users = tables.sessions.join(tables.events, on="user_id", how="semi")
+        inside = known_users.join(tables.catalogue, on="item_id", how="semi").height
+        counts["session_rows"] = inside
+        counts["sessions_unknown_items"] = known_users.height - inside
+        counts["sessions_unknown_users"] = tables.sessions.height - known_users.height
     check_counts(tables, counts, rules["counts"])
     return expected_candidates(tables, log).select("user_id").unique()
 
@@ -124,8 +141,12 @@ def expected_candidates(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
     too.
     """
     results = log.join(tables.catalogue, on="item_id", maintain_order="left")
-    known = pl.col(tables.known_time_column).sort(descending=True)
-    per_user = tables.filter_behaviours(results).group_by("user_id").agg(known=known)
+    known = pl.col(tables.known_time_column)
+    times = tables.filter_behaviours(results).select("user_id", known=known)
+    if tables.info.sessions:
+        inside = tables.sessions.join(tables.catalogue, on="item_id", how="semi")
+        times = pl.concat([times, inside.select("user_id", known="timestamp_ms")])
+    per_user = times.group_by("user_id").agg(pl.col("known").sort(descending=True))
     max_events = tables.info.max_events
     truncated = per_user.filter(pl.col("known").list.len() > max_events)
     oldest = pl.col("known").list.get(max_events - 1, null_on_oob=True)

@@ -112,6 +112,17 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     )
     # events that are equal in all keys keep the order of the file
     order = ["row", tables.known_time_column, *tables.event_order]
+    if getattr(tables.info, "sessions", ()):
+        # behaviours of sessions come last among those of the same time
+        order.insert(2, "session")
+        items = tables.items.select("item_index", "item_id", *tables.info.item_features)
+        rows = tables.with_user_rows(tables.sessions).join(items, on="item_id")
+        rows = rows.with_columns(
+            pl.lit(-1, pl.Int32).alias("position"),
+            pl.lit(-1, behaviours.schema["query_index"]).alias("query_index"),
+            pl.col("timestamp_ms").alias(tables.known_time_column),
+        )
+        behaviours = pl.concat([behaviours, rows], how="diagonal_relaxed")
     behaviours = behaviours.sort(order, maintain_order=True)
     length = pl.len().over("row").cast(pl.Int64)
     num_truncated = (length - tables.info.max_events).clip(0)

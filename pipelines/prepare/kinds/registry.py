@@ -100,11 +100,15 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
             f"as_of.{next(iter(source.as_of), '')} has features of requests, which "
             f"models of kind {name} do not read",
         ),
+        (
+            source.sessions and name != "search",
+            f"sessions are histories of kind search, and kind is {name}",
+        ),
     )
     # each listing raises if it is empty
     source.event_files(input_uri)
     source.user_files(input_uri)
-    for section in source.as_of.values():
+    for section in source.timed.values():
         section.list_files(input_uri)
     source.item_files(input_uri)
     return replace(config, split=replace(config.split, by=split))

@@ -281,6 +281,26 @@ class AsOf(Section):
 
 
 @dataclass(frozen=True)
+class Session(Section):
+    """Files of behaviours that are no results of a search, such as views of items."""
+
+    __pydantic_config__ = FORBID_EXTRA
+
+    user: str
+    """Column or SQL expression of the user's id."""
+    item: str
+    """Column or SQL expression of the item's id."""
+    time: Time
+    """Time of the behaviour, written as the time of events: {column, unit}."""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Column or SQL expression by column of the table; the ids come first."""
+        time = str(self.time.column)
+        return {"user_id": self.user, "item_id": self.item, "timestamp_ms": time}
+
+
+@dataclass(frozen=True)
 class Log(Files):
     """The mapping of a raw log: its files, and an expression per column."""
 
@@ -288,7 +308,8 @@ class Log(Files):
 
     files: str
     """Pattern of the event files, relative to the input folder (`*`, `?`, `[...]`).
-    Files that also match the pattern of `items`, `users` or `as_of` are excluded."""
+    Files that also match another pattern of `items`, `users`, `as_of` or `sessions` are
+    excluded."""
     user: str
     """Column or SQL expression of the user's id."""
     item: str | None = None
@@ -337,6 +358,10 @@ class Log(Files):
     as_of: dict[str, AsOf] = field(default_factory=dict)
     """Files with features of items or users that change over time, by name: {files,
     item or user, time, numbers, categories}."""
+    sessions: dict[str, Session] = field(default_factory=dict)
+    """Files of further behaviours in the histories of searches, by type, such as
+    `views`: {files, user, item, time}. They may be the event files with another
+    `where`."""
 
     def __post_init__(self) -> None:
         if self.sequence is not None:
@@ -349,18 +374,27 @@ class Log(Files):
             raise ValueError(f"'{missing}' is missing")
         if self.texts and self.items:
             raise ValueError("texts of items are either in 'items.files' or in events")
-        for key in ("labels", "numbers", "categories", "texts", "explode", "as_of"):
+        for key in (
+            "labels",
+            "numbers",
+            "categories",
+            "texts",
+            "explode",
+            "as_of",
+            "sessions",
+        ):
             check_names(getattr(self, key), key)
         for name, label in self.labels.items():
             self.labels[name] = self._build_label_time(name, label)
         features = [*(f"num_{name}" for name in self.numbers)]
         features += [f"cat_{name}" for name in self.info.categories]
-        for name, section in self.as_of.items():
+        for name, section in self.timed.items():
             if section.time.has_clock_times != self.has_clock_times:
                 raise ValueError(
-                    f"as_of.{name} needs a 'time' like that of events (both clock "
-                    f"times or both order)"
+                    f"{name} needs a 'time' like that of events (both clock times or "
+                    f"both order)"
                 )
+        for section in self.as_of.values():
             features += section.features
         repeated = [name for name, count in Counter(features).items() if count > 1]
         if repeated:
@@ -390,6 +424,13 @@ class Log(Files):
                 f"{self.event_time.notation}"
             )
         return replace(label, time=built)
+
+    @property
+    def timed(self) -> dict[str, AsOf | Session]:
+        """Sections whose rows have times, by the name of their table."""
+        as_of = {f"as_of_{name}": section for name, section in self.as_of.items()}
+        sessions = {f"session_{name}": s for name, s in self.sessions.items()}
+        return {**as_of, **sessions}
 
     @property
     def event_time(self) -> Time:
@@ -467,7 +508,11 @@ class Log(Files):
     def events_config(self) -> dict[str, Any]:
         """The keys of `config` that the events depend on."""
         config = self.config
-        return {key: config[key] for key in config if key not in ("items", "as_of")}
+        return {
+            key: config[key]
+            for key in config
+            if key not in ("items", "as_of", "sessions")
+        }
 
     @property
     def absent_columns(self) -> frozenset[str]:
@@ -494,7 +539,7 @@ class Log(Files):
 
     def event_files(self, input_uri: str) -> list[str]:
         """Return the event files relative to the input folder, sorted."""
-        sections = [self.items, self.users, *self.as_of.values()]
+        sections = [self.items, self.users, *self.timed.values()]
         patterns = {section.files for section in sections if section} - {self.files}
         files = list_files(
             input_uri, self.files, required=True, what="event file", exclude=patterns
@@ -556,8 +601,8 @@ def describe_unread(log: Log, input_uri: str) -> list[str]:
     try:
         read = {*log.event_files(input_uri), *log.user_files(input_uri)}
         read |= {*log.item_files(input_uri)}
-        for features in log.as_of.values():
-            read |= {*features.list_files(input_uri)}
+        for section in log.timed.values():
+            read |= {*section.list_files(input_uri)}
     except UserError:
         return []  # reported by the step that reads these files
     groups: dict[str, list[str]] = {}

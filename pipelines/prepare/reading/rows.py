@@ -29,7 +29,7 @@ from core.files import join
 from core.ids import UNCLEAN_ID, clean_id
 from core.schemas import REJECTS
 from core.tables import LARGEST_NUMBER
-from pipelines.prepare.reading.log import AsOf, Log, Section
+from pipelines.prepare.reading.log import AsOf, Log, Section, Session
 from pipelines.prepare.reading.read import (
     MAX_QUOTED_CHARS,
     ROW,
@@ -714,9 +714,10 @@ def read_section_file(
     for frame in read_frames(uri, section, texts, digest):
         frame = take_rows(frame, section.where, uri)
         rows = Rows(frame.with_missing, section.columns, uri)
-        rows.parse_ids(section.key)
-        for name in section.schema.names[1:]:
-            if isinstance(section, AsOf) and name == "timestamp_ms":
+        for name in section.schema.names:
+            if name in ("user_id", "item_id"):
+                rows.parse_ids(name)
+            elif isinstance(section, AsOf | Session) and name == "timestamp_ms":
                 rows.parse_time(name, section.time)
             elif name.startswith("num_"):
                 rows.parse_number(name)

@@ -1,15 +1,19 @@
-"""Features with times of their own, joined as of a request: the latest earlier row.
+"""Tables with times of their own: features as of a request, and behaviours in sessions.
 
 `python -m jobs.prepare` makes a table `as_of_NAME` for each section that a source file
 declares in `as_of`, sorted by id and time. Requests and behaviours of `sequences` take
-their values from it. Each task has the whole table in memory.
+the values of the latest earlier row. A table `session_NAME` has the behaviours of a
+section in `sessions`, which enter histories. Each task has the whole tables in memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import polars as pl
+from pydantic import TypeAdapter
 
 from core.errors import UserError
 from core.schemas import AsOfInfo
@@ -21,15 +25,15 @@ PREFIX = "as_of_"
 """Prefix of the names of the tables."""
 
 
-def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
+def make_timed_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
     """Make the tables that the source declares, and return them by name.
 
     Tables that are up to date stay.
     """
     tables: dict[str, Table[AsOfInfo]] = {}
-    for section_name, section in run.source.as_of.items():
-        name, files = f"{PREFIX}{section_name}", section.list_files(run.input)
-        settings = {"as_of": run.source.config["as_of"][section_name]}
+    for name, section in run.source.timed.items():
+        files, adapter = section.list_files(run.input), TypeAdapter(type(section))
+        settings = {"as_of": adapter.dump_python(section, exclude_defaults=True)}
         stamps = run.stamps(files)
         if table := run.tables.find_finished(AsOfInfo, settings, {}, stamps, name):
             tables[name] = table
@@ -38,7 +42,8 @@ def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
         run.check_rejects(read.rejected, f" of {name}")
         if not read.rows.height:
             raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
-        keys = [section.key, "timestamp_ms"]
+        ids = [key for key in ("user_id", "item_id") if key in section.columns]
+        keys = [*ids, "timestamp_ms"]
         rows = read.rows.sort(keys, maintain_order=True)
         last = rows.unique(keys, keep="last", maintain_order=True)
         schema, uri = section.schema, run.tables.table_uri(name)
@@ -86,6 +91,42 @@ def join_as_of(
         count[f"nothing_of_{name}"] += joined["is_found"].null_count()
         events = events.hstack(joined.select(rows.columns[2:]))
     return events
+
+
+def add_sessions(
+    behaviours: pl.DataFrame,
+    events: pl.DataFrame,
+    sessions: pl.DataFrame,
+    count: Counter[str],
+) -> pl.DataFrame:
+    """Add behaviours of sessions to behaviours of events, sorted by user and `known`.
+
+    At equal times, the behaviours of events come first. Those of sessions have no query
+    and no position (-1), no labels, and the features 0.
+
+    Args:
+        behaviours: Behaviours of the users of a part.
+        events: Events of the part.
+        sessions: Rows of all sessions, with `session_type` and features of items.
+        count: Counter of rows of the part's users and of those outside the catalogue.
+    """
+    users = events.select("user_id", "user").unique()
+    rows = sessions.join(users, on="user_id", maintain_order="left")
+    count["session_rows"] += rows.height
+    rows = rows.filter(pl.col("item_index") >= 0)
+    count["sessions_inside"] += rows.height
+    minus_one, time = pl.lit(-1, pl.Int32), pl.col("timestamp_ms")
+    known = [name for name in behaviours.columns if name.startswith("known")]
+    dtype: Any = behaviours.schema["features"]
+    no_features = pl.Series("features", np.zeros((rows.height, dtype.size)), dtype)
+    rows = rows.with_columns(
+        *(time.alias(name) for name in known),
+        no_features,
+        query_index=minus_one,
+        position=minus_one,
+    )
+    joined = pl.concat([behaviours, rows], how="diagonal_relaxed")
+    return joined.sort("user", "known", maintain_order=True)
 
 
 def report_missing(

@@ -40,8 +40,9 @@ from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.as_of import (
     PREFIX,
+    add_sessions,
     join_as_of,
-    make_as_of_tables,
+    make_timed_tables,
     report_missing,
 )
 from pipelines.prepare.sequences.counts import (
@@ -201,14 +202,19 @@ class SequenceBuilder(ABC):
         return (pl.col("item_index") >= 0) & is_behaviour(self.config.behaviour)
 
     def select_behaviours(
-        self, events: pl.DataFrame, count: Counter[str]
+        self,
+        events: pl.DataFrame,
+        count: Counter[str],
+        sessions: pl.DataFrame | None = None,
     ) -> pl.DataFrame:
         """Return the most recent behaviours of each user, in the order of `known`.
 
         `is_truncated` says whether the user has earlier ones.
         """
         behaviours = events.filter(self.is_behaviour)
-        if not behaviours["known"].equals(behaviours["timestamp_ms"]):
+        if sessions is not None:
+            behaviours = add_sessions(behaviours, events, sessions, count)
+        elif not behaviours["known"].equals(behaviours["timestamp_ms"]):
             behaviours = behaviours.sort("user", "known", maintain_order=True)
         excess, index = pl.col("excess"), pl.int_range(pl.len()).over("user")
         length = pl.len().over("user").cast(pl.Int64)
@@ -290,7 +296,7 @@ class SequenceBuilder(ABC):
         if lookups.as_of:
             events = join_as_of(events, lookups.as_of, count)
         events = self.add_features(events, counted)
-        behaviours = self.select_behaviours(events, count)
+        behaviours = self.select_behaviours(events, count, lookups.sessions)
         requests = self.form_requests(events, behaviours, count)
         if not requests.height:
             return BuiltPart(self.output.empty_table(), count)
@@ -326,7 +332,7 @@ class SequenceBuilder(ABC):
 
     def make_inputs(self, run: Run, events: Table[EventsInfo]) -> dict[str, Table]:
         """Make the tables that `sequences` is made from besides events and items."""
-        return {**make_as_of_tables(run)}
+        return {**make_timed_tables(run)}
 
     def resolve(self, run: Run, events: Table[EventsInfo]) -> Self:
         """Return the builder after passes over the events that it needs."""

@@ -130,6 +130,8 @@ class Lookups:
     """`query` and `query_index`; None for kinds without queries."""
     as_of: dict[str, tuple[str, pl.DataFrame]] = field(default_factory=dict)
     """Column of ids, and rows, of each table with times that is joined to events."""
+    sessions: pl.DataFrame | None = None
+    """Rows of all sessions, with `item_index`, `session_type` and features of items."""
 
 
 class KeyCounter(ABC):

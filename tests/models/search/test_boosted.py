@@ -135,6 +135,45 @@ def compute_inputs(batch: SearchBatch) -> np.ndarray:
     return np.array(inputs)
 
 
+def test_columns_of_sessions_are_counts_and_recency_of_the_candidate() -> None:
+    rng = np.random.default_rng(0)
+    searches = draw_searches(0, 40)
+    shape = searches.history.shape
+    batch = replace(
+        searches,
+        history_type=torch.from_numpy(rng.integers(0, 3, shape)),
+        history_time=torch.from_numpy(rng.integers(0, 10**9, shape)).sort(1).values,
+        request_time=torch.full((40,), 2 * 10**9),
+    )
+    catalogue = replace(build_catalogue(), session_types=("view", "cart"))
+    expected = []
+    for item, request in zip(batch.candidate, batch.candidate_request, strict=True):
+        row, end = batch.request_row[request], int(batch.request_end[request])
+        kinds = [
+            (position, int(batch.history_type[row, position]))
+            for position in range(end)
+            if batch.history[row, position] == item
+            and batch.history_type[row, position]
+        ]
+        columns = [sum(kind == number for _, kind in kinds) for number in (1, 2)]
+        if kinds:
+            latest = kinds[-1][0]
+            hours = (2 * 10**9 - int(batch.history_time[row, latest])) / 3_600_000
+            columns += [end - 1 - latest, hours]
+        else:
+            columns += [np.nan, np.nan]
+        expected.append(columns)
+
+    columns = Boosted(BoostedConfig(), catalogue).columns(batch)
+
+    np.testing.assert_allclose(columns[:, -4:], expected, rtol=1e-6)
+    # sessions are no clicks
+    clicks = replace(batch, history_type=torch.zeros_like(batch.history_type))
+    same = Boosted(BoostedConfig(), build_catalogue()).columns(clicks)
+    assert (columns[:, -9] <= same[:, -5]).all()
+    assert (columns[:, -9] < same[:, -5]).any()
+
+
 def train_trees(
     train: list[SearchBatch], val: list[SearchBatch], seed: int = 0, **options: Any
 ) -> Any:

@@ -156,7 +156,10 @@ class SearchBuilder(SequenceBuilder):
     @property
     def output(self) -> pa.Schema:
         """Schema of `sequences`."""
-        return search_schema(self.joined_schema, self.labels, len(self.features))
+        has_sessions = bool(self.source.sessions)
+        return search_schema(
+            self.joined_schema, self.labels, len(self.features), has_sessions
+        )
 
     def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
         """Find the search of each event, whose time is that of its earliest event.
@@ -283,7 +286,19 @@ class SearchBuilder(SequenceBuilder):
         """Return the ids, queries and joined tables that every part looks up."""
         lookups = super().read_lookups(run, as_of)
         items = run.read_items(*self.item_columns.names)
-        return replace(lookups, items=items, queries=read_queries(run))
+        frames = [
+            pl.DataFrame(run.tables.current(f"session_{name}").read()).with_columns(
+                session_type=pl.lit(name)
+            )
+            for name in self.source.sessions
+        ]
+        sessions = None
+        if frames:
+            sessions = pl.concat(frames).join(
+                items, on="item_id", how="left", maintain_order="left"
+            )
+        queries = read_queries(run)
+        return replace(lookups, items=items, queries=queries, sessions=sessions)
 
     def create_counter(self, run: Run) -> KeyCounter | None:
         """Return the counter of items, pairs and queries; None without windows."""
@@ -324,6 +339,13 @@ class SearchBuilder(SequenceBuilder):
             "requests_without_history": built.per_split("without_history"),
             "item_features": self.item_columns.names,
             **{name: count[name] for name in COUNTS},
+            "sessions": [*source.sessions],
+            "session_rows": count["sessions_inside"],
+            "sessions_unknown_users": sum(
+                run.tables.current(f"session_{name}").rows for name in source.sessions
+            )
+            - count["session_rows"],
+            "sessions_unknown_items": count["session_rows"] - count["sessions_inside"],
         }
 
     def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
@@ -341,6 +363,13 @@ class SearchBuilder(SequenceBuilder):
             f"catalogue, {pluralize(info.requests_truncated, 'request')} older than "
             f"the user's behaviours; {one_class:,} requests have one class only"
         )
+        if info.sessions:
+            types, unknown = ", ".join(info.sessions), info.sessions_unknown_items
+            report(
+                f"sessions: {info.session_rows:,} behaviours of {types}; left out: "
+                f"{info.sessions_unknown_users:,} of users without a search, "
+                f"{unknown:,} of unknown items"
+            )
         if info.requests_without_query:
             report(
                 f"note: {info.requests_without_query:,} of {requests:,} requests "

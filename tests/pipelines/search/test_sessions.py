@@ -1,0 +1,272 @@
+"""Sessions in the histories of searches equal a loop over the raw rows, leak nothing, and
+are read by models and served requests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from core.schemas import Inputs
+from core.tables import read_manifest
+from models.dataset.dataset import Dataset
+from models.training import checkpoint
+from models.training.fit_config import FitConfig
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import load_source
+from pipelines.serving.package import write_bundle
+from pipelines.serving.served_model import ServedModel
+from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
+from tests.fixtures.commands import read_column, read_config, read_rows
+from tests.fixtures.search_log import (
+    HOUR_MS,
+    draw_searches,
+    write_log,
+)
+from tests.fixtures.served_models import SMALL_RANKERS
+from tests.fixtures.trainings import build_training
+
+SECTION = {
+    "files": "session_*.csv",
+    "user": "user",
+    "item": "item",
+    "time": {"column": "ms", "unit": "ms"},
+}
+TYPES = ("cart", "view")
+SEARCHES = draw_searches()
+
+
+def draw_sessions() -> pd.DataFrame:
+    """Draw behaviours, many at the time of a search of the user, some of an unknown user
+    or item, and some twice.
+    """
+    rng = np.random.default_rng(1)
+    rows = []
+    for _ in range(300):
+        search = SEARCHES[rng.integers(len(SEARCHES))]
+        user = search["user"] if rng.random() < 0.9 else "stranger"
+        time = search["ms"] + int(rng.integers(-2, 3)) * HOUR_MS // 2
+        item = f"i{rng.integers(18)}"
+        rows.append((user, item, time, TYPES[int(rng.random() < 0.3)]))
+    return pd.DataFrame([*rows, *rows[:20]], columns=["user", "item", "ms", "kind"])
+
+
+SESSIONS = draw_sessions()
+
+
+def prepare_log(folder: Path, sessions: bool, **changes: Any) -> str:
+    """Prepare the log with or without sessions; return the folder of the tables."""
+    folder.mkdir()
+    _, _, raw = write_log(folder, SEARCHES, **changes)
+    content = yaml.safe_load((folder / "source.yaml").read_text())
+    if sessions:
+        SESSIONS.to_csv(f"{raw}/session_1.csv", index=False)
+        content["sessions"] = {
+            name: SECTION | {"where": f"kind = '{name}'"} for name in TYPES
+        }
+    (folder / "source.yaml").write_text(yaml.safe_dump(content))
+    source, defaults = load_source(str(folder / "source.yaml"))
+    config = read_config(defaults, {"partitions": 2, "max_rejects": 0.1})
+    prepare(source, raw, str(folder / "tables"), config, report=str)
+    return str(folder / "tables")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+    """Tables of the log without sessions."""
+    return prepare_log(tmp_path_factory.mktemp("plain") / "log", False)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+    """Tables of the log with sessions."""
+    return prepare_log(tmp_path_factory.mktemp("sessions") / "log", True)
+
+
+def test_histories_are_clicks_and_sessions_strictly_before_the_search(
+    plain: str, tables: str
+) -> None:
+    ids = read_column(tables, "items", "item_id")
+    assert ids == read_column(plain, "items", "item_id")
+    distinct = SESSIONS.drop_duplicates()
+    of_searches = distinct[distinct["user"] != "stranger"]
+    users = {row["user_id"]: row for row in read_rows(plain, "sequences")}
+
+    rows = read_rows(tables, "sequences")
+
+    num_sessions = 0
+    assert users.keys() == {row["user_id"] for row in rows}
+    for row in rows:
+        old = users[row["user_id"]]
+        expected = [
+            (time, 0, number, item, query, None)
+            for number, (time, item, query) in enumerate(
+                zip(
+                    old["timestamp_ms"],
+                    old["item_index"],
+                    old["query_index"],
+                    strict=True,
+                )
+            )
+        ]
+        for user, item, time, kind in of_searches.itertuples(index=False):
+            if user == row["user_id"] and item in ids:
+                key = (time, 1 + TYPES.index(kind), item, ids.index(item), -1, kind)
+                expected.append(key)
+        expected.sort(key=lambda behaviour: behaviour[:3])
+        times, _, _, items, queries, kinds = map(list, zip(*expected, strict=True))
+        assert row["timestamp_ms"] == times
+        assert row["item_index"] == items
+        assert row["query_index"] == queries
+        assert row["session_type"] == kinds
+        num_sessions += len(times) - len(old["timestamp_ms"])
+        for request, other in zip(row["requests"], old["requests"], strict=True):
+            end = sum(time < request["timestamp_ms"] for time in times)
+            assert request == other | {"history_end": end}
+    info = read_manifest(f"{tables}/sequences").info
+    inside = of_searches["item"].isin(ids)
+    assert info["sessions"] == list(TYPES)
+    assert info["session_rows"] == num_sessions == inside.sum()
+    assert info["sessions_unknown_items"] == (~inside).sum() > 0
+    assert info["sessions_unknown_users"] == len(distinct) - len(of_searches) > 0
+
+
+def find_session(rows: list[Row]) -> tuple[Row, int]:
+    """Return a user and the index of one of the user's behaviours in a session."""
+    for row in rows:
+        for index, kind in enumerate(row["session_type"]):
+            if kind:
+                return row, index
+    raise AssertionError("no session")
+
+
+def look_ahead(rows: list[Row], info: Row) -> None:
+    """Count a behaviour at the time of the search itself."""
+    for row in rows:
+        for request in row["requests"]:
+            if request["timestamp_ms"] in row["timestamp_ms"]:
+                request["history_end"] += 1
+                return
+
+
+def change_type(rows: list[Row], info: Row) -> None:
+    row, index = find_session(rows)
+    row["session_type"][index] = None
+
+
+def move(rows: list[Row], info: Row) -> None:
+    row, index = find_session(rows)
+    row["item_index"][index] = (row["item_index"][index] + 1) % 5
+
+
+def add_feature(rows: list[Row], info: Row) -> None:
+    row, index = find_session(rows)
+    row["features"][index][0] = 1.0
+
+
+def count_another(rows: list[Row], info: Row) -> None:
+    info["sessions_unknown_users"] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (look_ahead, {"history"}),
+        (change_type, {"behaviours", "windows"}),
+        (move, {"behaviours"}),
+        (add_feature, {"windows"}),
+        (count_another, {"counts"}),
+    ],
+)
+def test_a_planted_violation_of_sessions_is_reported(
+    change: Any, rule: set[str], tables: str, tmp_path: Path
+) -> None:
+    copied = copy_with_change(tables, tmp_path, change)
+
+    assert find_violations(tables) == {}
+    assert find_violations(copied).keys() == rule
+
+
+def test_truncated_histories_with_sessions_pass_the_audit(
+    tmp_path: Path, ray_local: None
+) -> None:
+    tables = prepare_log(tmp_path / "log", True, max_events=9)
+
+    assert read_manifest(f"{tables}/sequences").info["truncated_users"] > 0
+    assert find_violations(tables) == {}
+
+
+@pytest.mark.parametrize("name", ["boosted", "qgs"])
+def test_served_requests_with_sessions_have_the_scores_of_the_tables(
+    name: str, tables: str, tmp_path: Path
+) -> None:
+    options = {"boosted": {"num_iterations": 8, "min_data_in_leaf": 2}}
+    model = {"name": name, "max_history": 8, **(options | SMALL_RANKERS)[name]}
+    inputs = Inputs(tables)
+    run = build_training(model, FitConfig(batch_size=8, metric="gauc"), inputs)
+    if name == "boosted":
+        run.fit_in_one_pass()
+    checkpoint.save(tmp_path / "run", run.model, run.checkpoint(epoch=1))
+    write_bundle(tmp_path / "data", str(tmp_path / "run"), inputs)
+    served = ServedModel()
+    artifacts = {"data": str(tmp_path / "data")}
+    served.load_context(SimpleNamespace(artifacts=artifacts, model_config=None))
+    info = read_manifest(f"{tables}/sequences").info
+    ids = read_column(tables, "items", "item_id")
+    queries = ["", *read_column(tables, "queries", "query")]
+    width = len(info["features"])
+    examples = Dataset.load(run.model, run.catalogue, "test")
+    batch = examples.collate(np.arange(len(examples)))
+    with torch.no_grad():
+        logits = run.model.eval().score(batch)[:, 0].double()
+    expected = {}  # by user, time and item
+    users = read_rows(tables, "sequences")
+    keys = batch.candidate_keys()
+    for user, time, item, logit in zip(
+        keys["user_row"], keys["time"], keys["item"], logits, strict=True
+    ):
+        expected[int(user), int(time), int(item)] = float(logit.sigmoid())
+
+    num_compared = 0
+    for number, user in enumerate(users):
+        for request in user["requests"]:
+            if request["split"] != "test" or not request["history_end"]:
+                continue
+            past = slice(request["history_end"])
+            answer = served.predict(
+                None,
+                pd.DataFrame(
+                    [
+                        {
+                            "candidates": [ids[i] for i in request["candidates"]],
+                            "timestamp_ms": request["timestamp_ms"],
+                            "query": queries[request["query_index"] + 1],
+                            "features": np.array(request["features"])
+                            .reshape(-1, width)
+                            .tolist(),
+                            "history": [ids[i] for i in user["item_index"][past]],
+                            "history_time_ms": user["timestamp_ms"][past],
+                            "history_type": user["session_type"][past],
+                            "history_query": [
+                                queries[i + 1] for i in user["query_index"][past]
+                            ],
+                            "history_features": user["features"][past],
+                        }
+                    ]
+                ),
+            )
+            for item, score in zip(
+                answer["item_id"][0], answer["score"][0], strict=True
+            ):
+                key = number, request["timestamp_ms"], ids.index(item)
+                assert score == pytest.approx(expected[key], abs=1e-5)
+                num_compared += 1
+    assert num_compared > 20
+    assert batch.history_type.unique().tolist() == [0, 1, 2]
