@@ -209,6 +209,7 @@ class TrainingRun:
                 "names": collect_row_names(self.model),
                 "until": split.val_start_ms or None,
                 "since": new_examples.since if new_examples else 0,
+                "choice": self.model.choice,
                 **self.popularity,
             },
             **fields,

@@ -44,7 +44,7 @@ class BlendConfig(NamedConfig):
     only."""
     second: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of the other model."""
-    weight: Values[Fraction] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    weight: Values[Fraction] = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
     """Weight of the second model; of several values, validation chooses."""
     depth: PositiveInt = 100
     """Number of items that each model ranks."""
@@ -89,6 +89,8 @@ class Blend(RetrievalModel):
         Raises:
             UserError: If the models were not trained on these tables.
         """
+        if not (config.first and config.second):
+            raise UserError("a blend has two checkpoints, first and second", "second")
         uris = [checkpoint.locate(uri) for uri in (config.first, config.second)]
         first, second = (checkpoint.read(uri) for uri in uris)
         for table in sorted(first.hashes.keys() & second.hashes.keys()):

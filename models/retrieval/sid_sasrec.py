@@ -9,7 +9,7 @@ vectors. With the state s of SASRec after a history:
     log q(item)     = log softmax over all items of s vector_item
 
 The loss is -log p, and with `joint` -log p - log q. Items are searched in the trie by
-log p, and with `rerank` the found items are ranked by log p + log q.
+log p, and with `rerank` all items below the last beams are ranked by log p + log q.
 
 Shapes: `B` requests, `W` beams, `M` children of the widest node (`R` targets in
 training), `D` width, `E` edges of the trie, `C_l` codes of level l.
@@ -118,12 +118,13 @@ class SidSASRec(SASRec):
 
         If fewer than k items are found, the tail is item -1 with score -inf.
         """
-        states = self.last_states(batch)
+        states, trie = self.last_states(batch), self.item.trie
         beam = beam or self.config.beam
+        num_found = min(beam * trie.max_branching[-1], trie.edges[-1])
         items, scores = beam_search(
             NodeScorer(states, self.item),
-            self.item.trie,
-            max(k, beam) if self.config.rerank else k,
+            trie,
+            max(k, num_found) if self.config.rerank else k,
             beam,
             children=True,
             allowed=batch.allowed,

@@ -8,6 +8,7 @@ best = choose(model, ("l2",), "decay", learn, val_batches)
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -69,7 +70,7 @@ def choose(
     if len(choices) > 1:
         measure = measure or model.measure
         batches = list(val_batches)
-        batches = batches[:: 1 + len(batches) // MAX_VAL_BATCHES]
+        batches = batches[:: max(1, math.ceil(len(batches) / MAX_VAL_BATCHES))]
         ndcg = []
         for choice in choices:
             use(choice)

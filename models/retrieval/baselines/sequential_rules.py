@@ -6,10 +6,10 @@ W (N, N) counts, over all training requests, the items a of the history before t
     V_ab    W_ab / (n_a^source_power n_b^target_power)
     score_b sum over the history of decay^steps V_ab; steps is 0 for the latest item
 
-n_i is 1 plus the number of training requests for item i. With `both_directions`, W_ba
-gets the same addend as W_ab. Histories are cut to the latest `max_history` items, in
-training too. Each item keeps the `neighbours` largest V_ab. Items without a score are
-ranked last, by n.
+n_i is 1 plus the number of training requests with a history for item i. With
+`both_directions`, W_ba gets the same addend as W_ab. Histories are cut to the latest
+`max_history` items, in training too. Each item keeps the `neighbours` largest V_ab.
+Items without a score are ranked last, by n.
 
 An option with several values is chosen on validation: all combinations are tried, and
 the one with the highest NDCG@10 is kept.

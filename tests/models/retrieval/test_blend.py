@@ -55,6 +55,7 @@ def test_the_weight_is_that_of_the_best_validation_ndcg() -> None:
     model.fit_in_one_pass([], [batch])
 
     chosen = model.weight.item()
+    assert {0, 1} < set(model.config.weight)
     ndcg = {}
     for weight in model.config.weight:
         model.weight.fill_(weight)

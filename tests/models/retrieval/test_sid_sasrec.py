@@ -100,6 +100,10 @@ def test_searches_are_those_of_loops_over_paths(name: str, rerank: bool) -> None
             batch, count, beam=beam, allowed=model.encode_allowed(mask)
         )
 
+        shorter, _ = model.recommend(
+            batch, 2, beam=beam, allowed=model.encode_allowed(mask)
+        )
+        assert shorter.equal(items[:, :2])
         by_request = score_by_loops(model, catalogue, batch)
         for row, (path, dense) in enumerate(by_request):
             found = search(path, codes[::step], beam)
