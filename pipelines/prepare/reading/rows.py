@@ -197,7 +197,7 @@ class Rows:
     def reject(self, mask: pl.Series, reason: str) -> None:
         """Reject the rows at which the mask is true."""
         if mask.any():
-            self.reasons.append(where(mask, pl.lit(reason)))
+            self.reasons.append(choose(mask, pl.lit(reason)))
 
     def _type_error(self, target: str, expected: str) -> UserError:
         text, kind = self.expressions[target], self.evaluated[target].dtype
@@ -246,7 +246,7 @@ class Rows:
             values = lists.list.join(" ", ignore_nulls=True)
             if target.startswith("cat_"):
                 has_blank = lists.list.eval(pl.element().str.contains(r"\s")).list.any()
-                values = where(has_blank, as_text(lists), values)
+                values = choose(has_blank, as_text(lists), values)
         elif values.dtype.is_nested() or values.dtype == pl.Binary:
             raise self._type_error(target, "text")
         if values.dtype.is_float():
@@ -254,7 +254,7 @@ class Rows:
         values = values.cast(pl.String)
         if target.startswith("text_"):
             values = values.str.strip_chars()
-        self.values[target] = where(values != "", values)
+        self.values[target] = choose(values != "", values)
 
     def parse_time(
         self, target: str, time: Time, piece_index: int = 0, *, past: bool = False
@@ -301,12 +301,12 @@ class Rows:
                 self.evaluated[target], time, str(time.column), past=True
             )
             named_reason = reason + f" (time of the label {name})"
-            self.reasons.append(where(is_set.fill_null(False), named_reason))
+            self.reasons.append(choose(is_set.fill_null(False), named_reason))
             is_early = (is_set & (known_ms < event_time)).fill_null(False)
             self.reject(
                 is_early, f"{time.column}: before its event, check labels.{name}.time"
             )
-        self.values[target] = where(is_set, known_ms)
+        self.values[target] = choose(is_set, known_ms)
 
     def parse_integer(self, target: str) -> None:
         """Store a column as int32; rows without a non-negative integer are rejected."""
@@ -336,7 +336,7 @@ class Rows:
         values = self._get_numbers(target, "numbers")
         if values.dtype == pl.String:
             values = values.str.strip_chars()
-            values = where(values != "", values)
+            values = choose(values != "", values)
         number = values.cast(pl.Float32, strict=False)
         self.values[target] = number
         self.reject(
@@ -369,7 +369,7 @@ class Rows:
             ~is_bool & text.is_not_null() & (text != ""),
             f"{what}: not a bool, compare it, such as cast({what} as double) > 0",
         )
-        self.values[target] = where(is_bool, is_true)
+        self.values[target] = choose(is_bool, is_true)
 
     def join(self, users: pl.DataFrame | None) -> None:
         """Store the attributes of each row's user, from the rows of the user files."""
@@ -455,7 +455,7 @@ def take_rows(frame: ParsedRows, condition: str | None, uri: str) -> ParsedRows:
     return ParsedRows(frame.rows.filter(is_taken), broken, frame.missing, left_out)
 
 
-def where(
+def choose(
     mask: pl.Series, values: pl.Series | pl.Expr, others: pl.Series | None = None
 ) -> pl.Series:
     """Return `values` where the mask is true, and elsewhere `others` or null."""
@@ -528,7 +528,7 @@ def as_text(values: pl.Series) -> pl.Series:
         value: _canonical_text(value) for value in text.filter(~plain).unique()
     }
     nested = text.replace_strict(canonical, default=None, return_dtype=pl.String)
-    return where(plain, words, nested)
+    return choose(plain, words, nested)
 
 
 def _canonical_text(encoded: str) -> str:
