@@ -75,7 +75,7 @@ def test_correct_tables_pass_every_rule_of_their_kind(prepared: str) -> None:
 
     violated = {name: rule.examples for name, rule in rules.items() if rule.violations}
     assert violated == {}
-    others = {"known", "tasks", "queries", "features", "windows"}
+    others = {"known", "texts", "tasks", "queries", "features", "windows"}
     assert list(rules) == [name for name in RULES if name not in others]
     assert rules["events"].rows == read_manifest(f"{prepared}/events").rows
     interactions = read_manifest(f"{prepared}/sequences").info["interactions"]
