@@ -32,6 +32,7 @@ from typing import (
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import to_jsonable_python
 
 from core.errors import UserError, did_you_mean, one_line
 from core.files import open_uri
@@ -377,7 +378,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = str(value)
+            flat[f"{prefix}{name}"] = str(to_jsonable_python(value))
     return flat
 
 

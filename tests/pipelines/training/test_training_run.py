@@ -294,6 +294,14 @@ def test_a_finished_run_continues_for_more_epochs(training: Training) -> None:
         training.train("longer", fit=replace(FIT, max_epochs=3))
 
 
+def test_a_finished_choice_of_options_is_not_made_again(training: Training) -> None:
+    model = {"name": "ease", "l2": [20, 50]}
+    assert not training.train("ease", model=model).was_finished
+    assert training.train("ease", model=model).was_finished
+    with pytest.raises(UserError, match=r"model\.l2 \[20\.0, 50\.0\], not \[20\.0\]"):
+        training.train("ease", model={"name": "ease", "l2": 20})
+
+
 def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(
     training: Training,
 ) -> None:
