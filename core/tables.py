@@ -96,7 +96,7 @@ class TableInfo:
 
     table: ClassVar[str] = ""
     """Name of the table; "" if there are several."""
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     """Version of the format, which a manifest records as `schema_version`."""
 
     @classmethod
