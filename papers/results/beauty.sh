@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Does TIGER reach what is published on amazon14_beauty_llm_sids (H@10 0.0582, N@10 0.0319, with 100 beams), and what does
-# a student lose that learns from a tenth of the requests?
+# Does TIGER reach what is published on amazon14_beauty_llm_sids (H@10 0.0582, N@10 0.0319, with 100 beams)? Students of a
+# tenth of the requests: `--fit.train_examples` of commit c13c8484.
 #
 #   papers/results/beauty.sh LOG OUT [PART...]   LOG: the folder amazon14_beauty_llm_sids; OUT: where tables and runs go;
 #                                         PART: small, full; by default both
 #
-# small: a TIGER of a twentieth of the published size, 20 epochs, and two students, one of a tenth of the requests in as
-# many steps: an hour on a core of AMD EPYC. full: TIGER at the published size, on the published RQ-VAE codes, 60
+# small: a TIGER of a twentieth of the published size, 20 epochs, and a student:
+# an hour on a core of AMD EPYC. full: TIGER at the published size, on the published RQ-VAE codes, 60
 # epochs of 4 to 6 minutes on 2 cores with bfloat16 instructions, a student 20 s an epoch. It can be stopped at any
 # time; the same command continues from the last 200 steps. Then:
 #
@@ -39,7 +39,6 @@ small() {
   row tiger_small tiger_small --fit.max_epochs 20 --fit.patience 0 --ray.threads 1
   students=(--model.teacher "$out/runs/tiger_small" --model.teacher_cache "$out/cache" --fit.patience 0 --ray.threads 1)
   row sid_mlp_small sid_mlp_small "${students[@]}" --fit.max_epochs 20
-  row sid_mlp_small_tenth sid_mlp_small "${students[@]}" --fit.train_examples 13141 --fit.max_epochs 200 --fit.eval_every_epochs 10
 }
 
 full() {
@@ -48,9 +47,8 @@ full() {
   job evaluate --checkpoint "$out/runs/tiger" --tables "$tables" --sids "$sids" --split test --beam 100
   students=(--model.teacher "$out/runs/tiger" --model.teacher_cache "$out/cache" --fit.lr 0.0005 --fit.batch_size 256)
   row sid_mlp sid_mlp "${students[@]}" --fit.max_epochs 20 --fit.patience 0
-  row sid_mlp_tenth sid_mlp "${students[@]}" --fit.train_examples 13141 --fit.max_epochs 200 --fit.eval_every_epochs 10 --fit.patience 0
 
-  for name in tiger sid_mlp sid_mlp_tenth; do
+  for name in tiger sid_mlp; do
     job evaluate --checkpoint "$out/runs/$name" --tables "$tables" --sids "$sids" --split test --unseen true
   done
 }

@@ -3,10 +3,11 @@
 # models on amazon18_industrial, 40 epochs a teacher (about 6 minutes on a core of AMD EPYC) and 20 a student (1 to 2).
 #
 #   papers/results/questions.sh LOG OUT [PART...]   LOG: the folder amazon18_industrial; OUT: where tables and runs go;
-#                                            PART: teachers, students, requests, selection, recipe, targets;
+#                                            PART: teachers, students, selection, recipe, targets;
 #                                            by default all
-#   SEEDS='42 43 44'                         of teachers, requests and selection
+#   SEEDS='42 43 44'                         of teachers and selection
 #
+# Students of half and a tenth of the requests: `--fit.train_examples` of commit c13c8484.
 # The same line again keeps the finished work and continues. Then:
 #
 #   python -m papers.pages --keep retrieval/questions --tracking_uri sqlite:///OUT/runs/mlflow.db \
@@ -69,13 +70,6 @@ students() {  # more students of the first teachers: what a student's seed chang
   done
 }
 
-requests() {  # the same teachers, students that learn from some of the 12,888 requests in as many steps
-  for seed in $SEEDS; do
-    student half "$seed" rqkmeans rqkmeans --fit.train_examples 6400 --fit.max_epochs 40 --fit.eval_every_epochs 2
-    student tenth "$seed" rqkmeans rqkmeans --fit.train_examples 1280 --fit.max_epochs 200 --fit.eval_every_epochs 10
-  done
-}
-
 selection() {  # the best student by requests that repeat no item of their history
   for seed in $SEEDS; do
     student first "$seed" rqkmeans rqkmeans --fit.metric first/ndcg@10
@@ -89,7 +83,7 @@ recipe() {  # deviations of students and of search, one at a time, beside tiger-
 
 targets() {  # deviations of teachers, likewise
   tokenize train_items --tokenizer rqkmeans --encoder minilm --pca 128 --embeddings "$out/sids/rqkmeans/embeddings" \
-    --rqkmeans.train_items true
+    --tokenizer.train_items true
   teacher train_items 42 train_items
   student train_items 42 train_items train_items
 }
@@ -97,5 +91,5 @@ targets() {  # deviations of teachers, likewise
 [ -e "$tables/statistics.json" ] || job prepare --source jobs/configs/sources/amazon18_industrial.yaml --input "$log" --output "$tables"
 tokenize rqkmeans --tokenizer rqkmeans --encoder minilm --pca 128 --embed.workers 1
 tokenize published --tokenizer published --published "$log/published_sids.csv.gz"
-[ $# -gt 0 ] || set -- teachers students requests selection recipe targets
+[ $# -gt 0 ] || set -- teachers students selection recipe targets
 for part in "$@"; do "$part"; done

@@ -27,7 +27,7 @@ tokenize() {  # NAME LEVELS CODES OPTION...
   local name=$1 levels=$2 codes=$3
   shift 3
   [ -e "$out/sids/$name/trie/manifest.json" ] || job tokenize --tables "$tables" --output "$out/sids/$name" \
-    --tokenizer rqkmeans --rqkmeans.levels "$levels" --rqkmeans.codebook_size "$codes" "$@"
+    --tokenizer rqkmeans --tokenizer.levels "$levels" --tokenizer.codebook_size "$codes" "$@"
 }
 
 row() {  # NAME CODES OPTION...

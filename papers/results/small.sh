@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The models without training of retrieval, and the quickstart's SASRec, TIGER and SID-MLP, three seeds, each measured on
-# test over all items and without the items of the user's history:
+# The models without training of retrieval, and SASRec (also with sums over SIDs as item vectors), sid_sasrec, its blend
+# with sequential_rules, and the quickstart's TIGER and SID-MLP, three seeds, each measured on test over all items and
+# without the items of the user's history:
 #
 #   papers/results/small.sh LOG OUT [MODEL...]      LOG: the folder, named as its file in jobs/configs/sources; OUT: where
-#                                            tables and runs go; MODEL: popularity own_items item_knn ease, and trained
-#                                            (all three); by default all
+#                                            tables and runs go; MODEL: popularity own_items item_knn ease
+#                                            sequential_rules sasrec sasrec_sids sid_sasrec blend tiger sid_mlp; by default all
 #   SEEDS='42 43 44' LEVELS=2 CODES=256     as the quickstart: a code for at least 8 items, 3 levels above 16,384 items
 #
 # The same line again keeps the finished work and continues. Its end writes papers/results/small_LOG.jsonl.
@@ -30,21 +31,28 @@ row() {  # NAME CONFIG OPTION...
   job evaluate --checkpoint "$out/runs/$row" --tables "$tables" --sids "$sids" --split test --unseen true
 }
 
-trained() {
+trained() {  # MODEL
   for seed in $SEEDS; do
     fit=(--fit.seed "$seed" --fit.eval_examples 2000 --ray.threads 1)
-    row "sasrec-$seed" sasrec "${fit[@]}" --fit.max_epochs 60
-    row "tiger-$seed" tiger_small "${fit[@]}" --fit.max_epochs 35
-    row "sid_mlp-$seed" sid_mlp_small "${fit[@]}" --model.teacher "$out/runs/tiger-$seed"
+    case $1 in
+      sasrec) row "sasrec-$seed" sasrec "${fit[@]}" --model.item_vectors ids ;;
+      sasrec_sids) row "sasrec_sids-$seed" sasrec "${fit[@]}" --model.item_vectors ids_and_sids ;;
+      sid_sasrec) row "sid_sasrec-$seed" sid_sasrec "${fit[@]}" ;;
+      blend) row "blend-$seed" blend --fit.seed "$seed" --model.first "$out/runs/sid_sasrec-$seed" \
+        --model.second "$out/runs/sequential_rules" ;;
+      tiger) row "tiger-$seed" tiger_small "${fit[@]}" --fit.max_epochs 35 ;;
+      sid_mlp) row "sid_mlp-$seed" sid_mlp_small "${fit[@]}" --model.teacher "$out/runs/tiger-$seed" ;;
+    esac
   done
 }
 
 [ -e "$tables/statistics.json" ] || job prepare --source "jobs/configs/sources/$name.yaml" --input "$log" --output "$tables"
 [ -e "$sids/trie/manifest.json" ] || job tokenize --tables "$tables" --output "$sids" --tokenizer rqkmeans \
-  --rqkmeans.levels "${LEVELS:-2}" --rqkmeans.codebook_size "${CODES:-256}" --encoder tfidf
-[ $# -gt 0 ] || set -- popularity own_items item_knn ease trained
+  --tokenizer.levels "${LEVELS:-2}" --tokenizer.codebook_size "${CODES:-256}" --encoder tfidf
+untrained="popularity own_items item_knn ease sequential_rules"
+[ $# -gt 0 ] || set -- $untrained sasrec sasrec_sids sid_sasrec blend tiger sid_mlp
 for model in "$@"; do
-  if [ "$model" = trained ]; then trained; else row "$model" "$model"; fi
+  if [[ " $untrained " = *" $model "* ]]; then row "$model" "$model"; else trained "$model"; fi
 done
 "$python" -m papers.pages --keep "retrieval/$name" --tracking_uri "sqlite:///$out/runs/mlflow.db" \
   --output "papers/results/small_$name.jsonl"
