@@ -124,7 +124,14 @@ def check_rows(tables: Tables, rule: Rule) -> None:
     copies = {source[key]: name for key, name in keys.items() if source.get(key)}
     categories = source.get("categories", {})
     copies |= {text: f"cat_{name}" for name, text in categories.items()}
-    if condition and {*parse_sql(condition).meta.root_names()} <= copies.keys():
+    if not condition:
+        return
+    unknown = {*parse_sql(condition).meta.root_names()} - copies.keys()
+    if unknown:
+        rule.note = (
+            f"`where` is not checked: events have no {', '.join(sorted(unknown))}"
+        )
+    else:
         columns = {text: pl.col(name) for text, name in copies.items()}
         with suppress(pl.exceptions.PolarsError):  # columns that are no text in the log
             holds = events.select(**columns).select(parse_sql(condition)).to_series()

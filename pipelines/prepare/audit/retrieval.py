@@ -32,8 +32,11 @@ def check_retrieval_tables(
     targets = behaviours.with_columns(candidates=pl.concat_list("item_index"))
     if baskets:
         key = "timestamp_ms" if baskets == "equal_times" else "request_id"
+        time, split = pl.col("timestamp_ms"), tables.info.split
+        is_later = (time >= split.val_start_ms, time >= split.test_start_ms)
         targets = (
-            behaviours.group_by("row", key, maintain_order=True)
+            behaviours.with_columns(window=pl.sum_horizontal(is_later))
+            .group_by("row", key, "window", maintain_order=True)
             .agg(
                 pl.first("user_id", "query"),
                 pl.col("timestamp_ms").min().alias("time"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from core.errors import UserError
+from core.schemas import SequencesInfo
+from core.tables import open_table
 from models.retrieval.requests import RETRIEVAL
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import load_split, prepare_log, read_rows, write_rows
@@ -26,7 +29,7 @@ KINDS: dict[str, Row] = {"request": {"request": "order"}, "equal_times": {}}
 
 @pytest.fixture(scope="module")
 def log() -> list[Row]:
-    """Orders of up to six items, some of which are bought twice, a second apart."""
+    """Orders of up to six items, some of which are bought twice, up to an hour apart."""
     generator = random.Random(0)
     rows = []
     for order in range(120):
@@ -36,7 +39,8 @@ def log() -> list[Row]:
             {
                 "u": user,
                 "i": f"i{generator.randrange(20)}",
-                "ms": begin + generator.randrange(2) * 1000,
+                "ms": begin
+                + generator.randrange(2) * (1000 if order % 2 else 3_600_000),
                 "order": f"o{order}",
             }
             for _ in range(generator.randrange(1, 7))
@@ -58,14 +62,16 @@ def tables(
     return request.param, folder / "tables"
 
 
-def form_baskets(log: list[Row], kind: str) -> dict[tuple[str, int], list[set[str]]]:
+def form_baskets(
+    log: list[Row], kind: str, cuts: list[int]
+) -> dict[tuple[str, int], list[set[str]]]:
     """Return the sets of items of the baskets of each user and time."""
     baskets = defaultdict[Any, list[Row]](list)
     for row in log:
         key = row["ms"] if kind == "equal_times" else row["order"]
-        baskets[row["u"], key].append(row)
+        baskets[row["u"], key, bisect(cuts, row["ms"])].append(row)
     sets = defaultdict(list)
-    for (user, _), rows in baskets.items():
+    for (user, *_), rows in baskets.items():
         time = min(row["ms"] for row in rows)
         sets[user, time].append({row["i"] for row in rows})
     return sets
@@ -87,7 +93,11 @@ def test_a_request_has_the_items_of_its_basket_and_earlier_behaviours_before_it(
             before = sum(row["ms"] < time for row in earlier)
             assert request["history_end"] == before
 
-    expected = form_baskets(log, kind)
+    split = open_table(str(path / "sequences"), SequencesInfo).info.split
+    cuts = [split.val_start_ms, split.test_start_ms]
+    expected = form_baskets(log, kind, cuts)
+    orders = {(row["order"], bisect(cuts, row["ms"])) for row in log}
+    assert len(orders) > len({row["order"] for row in log})
     assert found.keys() == expected.keys()
     for key, baskets in expected.items():
         assert sorted(map(sorted, found[key])) == sorted(map(sorted, baskets))

@@ -132,6 +132,13 @@ def test_a_condition_that_takes_no_rows_or_is_none_is_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_the_audit_names_a_column_that_it_cannot_check(
+    taken: tuple[Path, list[Row]],
+) -> None:
+    [note] = [rule.note for rule in audit(f"{taken[0]}/tables") if rule.name == "rows"]
+    assert "events have no n" in note
+
+
 def test_the_audit_finds_a_row_that_the_condition_leaves_out(tmp_path: Path) -> None:
     rows = [row for row in draw_rows(300, 3) if row["customer"]]
     write_rows(tmp_path / "log.csv", rows)

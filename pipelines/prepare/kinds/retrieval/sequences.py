@@ -67,7 +67,8 @@ class RetrievalBuilder(SequenceBuilder):
     ) -> pl.DataFrame:
         """Return a request of each behaviour or basket, in the order of their times.
 
-        A basket has the time of its earliest behaviour.
+        A basket has the time of its earliest behaviour. One that crosses a cut of the
+        split is two requests, so that training has no target of a later window.
         """
         columns = ["row", "user", "user_id", "item_id", "timestamp_ms", "query"]
         if not self.config.baskets:
@@ -82,9 +83,11 @@ class RetrievalBuilder(SequenceBuilder):
             return requests
         by_time = self.config.baskets == "equal_times"
         key = "timestamp_ms" if by_time else "request_id"
+        cuts = (self.split.val_start_ms, self.split.test_start_ms)
+        window = pl.sum_horizontal(pl.col("timestamp_ms") >= cut for cut in cuts)
         baskets = (
             behaviours.sort("row")
-            .group_by("user", key, maintain_order=True)
+            .group_by("user", key, window.alias("window"), maintain_order=True)
             .agg(
                 pl.first(*(name for name in columns if name not in ("user", key))),
                 candidates=pl.col("item_index").unique(maintain_order=True),
