@@ -315,7 +315,6 @@ def test_a_replayed_search_equals_the_search(name):
                 inputs,
                 lambda inputs: search(model, inputs, 4),
                 "highest",
-                False,
             )
         assert torch.equal(graph_items, items)
         assert torch.allclose(graph_scores, scores, atol=1e-5)
@@ -339,7 +338,7 @@ def test_concurrent_requests_get_their_own_answers():
 
     def is_answered(turn: int) -> bool:
         items, _ = _search_by_graph(
-            model, "threads", batches[turn % 4], search, "highest", False
+            model, "threads", batches[turn % 4], search, "highest"
         )
         return torch.equal(items, expected[turn % 4])
 

@@ -127,7 +127,7 @@ def test_a_teacher_that_does_not_fit_is_rejected(
         ("m 3", teacher, inputs, {"m": 3}),
         ("another table 'items'", teacher, other_items, {}),
         ("another table 'sequences'", teacher, other_users, {}),
-        ("bytes", truncated, inputs, {}),
+        ("SHA-256", truncated, inputs, {}),
     ):
         with pytest.raises(UserError, match=message):
             build_student_training(path, tables, **options)
