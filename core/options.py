@@ -296,8 +296,8 @@ def check_keys(config_class: Any, content: Mapping[str, Any], prefix: str = "") 
     names = {field.name for field in fields(config_class)}
     for key, value in content.items():
         if key not in names:
-            if "." in key:
-                section, _, name = key.partition(".")
+            section, point, name = str(key).partition(".")
+            if point:
                 raise UserError(
                     f"unknown key '{prefix}{key}'; in a file it is {section}: "
                     f"{{{name}: ...}}"

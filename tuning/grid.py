@@ -250,12 +250,12 @@ def load_sweep(config: SweepConfig) -> Sweep:
     grid = build(Grid, content)
     split, _, metric = grid.metric.partition("/")
     grid.metric = f"{split}/{name_metric(metric)}"
+    sections = ("model", "fit", "evaluate")
     for key in [*grid.keys, "fit.metric"]:
         section, _, option = key.partition(".")
-        if option and option in getattr(config, section, ()):
+        if section in sections and option in getattr(config, section):
             cause = "axes" if key in grid.keys else ""
             raise UserError(f"'{key}' is set by the grid {grid.name}", cause)
-    sections = ("model", "fit", "evaluate")
     given = {name: getattr(config, name) for name in sections if getattr(config, name)}
     files = [grid.config] if isinstance(grid.config, str) else grid.config
     base = read_configs(str(Path(config.grid).parent / file) for file in files)

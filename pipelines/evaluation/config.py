@@ -71,6 +71,14 @@ class EvaluateConfig(AtSpeedOptions):
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
+        if self.metric:
+            from models.metrics.metric import RequestMetric, find_metrics
+
+            known = [kind.name for kind in find_metrics(RequestMetric)]
+            if self.metric.partition("@")[0] not in known:
+                raise ValueError(
+                    f"metric is {self.metric}; input should be FILE.py:CLASS"
+                )
         if self.allowed and not self.batch_inference:
             raise ValueError(
                 "allowed is given without batch_inference; metrics rank the whole "

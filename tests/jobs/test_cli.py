@@ -101,6 +101,7 @@ def test_a_wrong_line_is_refused(argv: str, message: str) -> None:
     [
         ("source: a\nsplit:\n  kin: x\n", "unknown key 'split.kin'"),
         ("sorce: a\n", "the nearest is 'source'"),
+        ("source: a\n5: x\n", "unknown key '5'"),
         ("source: a\ncount: true\n", "count is True; input should be a number"),
         ("source: a\nsplit: {val_share: 7}\n", "split: val_share 7.0"),
         ("- a\n", "not a mapping"),
