@@ -180,7 +180,7 @@ def test_a_body_is_refused_in_time_in_proportion_to_its_length(
     start = time.process_time()
 
     assert reason in read_refusal(servers["tiger"][0], body)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 8
 
 
 def test_the_page_of_a_replica_has_the_fields_of_a_request(
