@@ -110,10 +110,12 @@ def keep_runs(uri: str, experiment: str, file: str) -> None:
             "params": run.data.params,
             "tags": tags,
             "metrics": run.data.metrics,
-            "by_user": load_per_user(uri, run.info.artifact_uri),
         }
-        text = json.dumps(line, sort_keys=True)
-        lines.append(PATH.sub(lambda path: "/".join(path[0].split("/")[-2:]), text))
+        text = json.dumps(line)
+        short = PATH.sub(lambda path: "/".join(path[0].split("/")[-2:]), text)
+        by_user = load_per_user(uri, run.info.artifact_uri)
+        kept = json.loads(short) | {"by_user": by_user}
+        lines.append(json.dumps(kept, sort_keys=True))
     Path(file).write_text("\n".join(lines) + "\n")
 
 

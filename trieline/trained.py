@@ -98,6 +98,12 @@ class TrainedModel:
         """Return the answer to a served request as a frame."""
         body = {"dataframe_records": [request], "params": options}
         answer = self.served.answer(validate(self.served.body_class, body))[0]
+        if answer.get("fallback"):
+            warnings.warn(
+                "no item of the history is in the catalogue; the answer has the most "
+                "popular items",
+                stacklevel=3,
+            )
         names = {"item_id": pl.String, "score": pl.Float64}
         return pl.DataFrame({name: answer[name] for name in names}, names)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.dataset.batch import PAD
 from models.metrics.metric import (
     CUTOFFS,
     TOP,
@@ -38,7 +39,8 @@ target is not among all of the user's earlier behaviours, whatever part of them 
 reads."""
 
 NEW_PREFIX = "new/"
-"""Prefix of metrics over the requests whose target has no training behaviours."""
+"""Prefix of metrics over the requests whose target has no training behaviours; of a
+basket, only such targets count."""
 
 
 def shown() -> tuple[str, ...]:
@@ -115,9 +117,12 @@ def measure_ranking(
     targets = batch.target[:, None] if batch.targets is None else batch.targets
     ranking, is_first = rank_targets(items, targets), batch.repeats == 0
     requests = {"": torch.ones_like(is_first), FIRST_PREFIX: is_first}
+    rankings = {"": ranking, FIRST_PREFIX: ranking}
     if trained is not None:
         is_new = (trained[targets.clamp(min=0)] == 0) & (targets >= 0)
         requests[NEW_PREFIX] = is_new.any(1)
+        new_targets = targets.masked_fill(~is_new, PAD)
+        rankings[NEW_PREFIX] = rank_targets(items, new_targets)
     sums: dict[str, Any] = {
         prefix + EXAMPLES: float(counted.sum()) for prefix, counted in requests.items()
     }
@@ -125,9 +130,9 @@ def measure_ranking(
         sums[f"{LIMIT}@{k}"] = float((k / ranking.size.double()).clamp(max=1).sum())
     for metric in find_metrics(RequestMetric):
         for k in CUTOFFS:
-            values = metric.values(ranking, k)
             name = f"{metric.name}@{k}"
             for prefix, counted in requests.items():
+                values = metric.values(rankings[prefix], k)
                 sums[prefix + name] = float(values[counted].sum())
                 if by_user and k == TOP and prefix in metric.by_user:
                     sums[PER_USER_PREFIX + prefix + name] = PerUserValues.from_batch(
@@ -172,7 +177,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
         values = [format_metric(metrics[f"{LIMIT}@{k}"]) for k in CUTOFFS]
         cells = "".join(f"{value:>9}" for value in values)
         lines.append(
-            f"  {'limit':<{width}}{cells}  share of a basket that K items hold"
+            f"  {'fits':<{width}}{cells}  share of a basket that fits into K items"
         )
     exposures = [
         f"{metric.label} {format_metric(metrics[f'{metric.name}@{TOP}'])}"

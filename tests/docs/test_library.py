@@ -53,6 +53,8 @@ def test_recommendations_equal_those_of_the_evaluated_model(
     assert answer["item_id"].to_list() == [model.item_ids[i] for i in items[0].tolist()]
     torch.testing.assert_close(torch.tensor(answer["score"]).float(), scores[0])
 
+    with pytest.warns(UserWarning, match="most popular items"):
+        assert len(model.recommend([], k=4)) == 4
     allowed = model.item_ids[:9]
     answer = model.recommend(allowed[:3], 99, allowed=allowed, unseen=True)
     assert set(answer["item_id"]) == set(allowed[3:])

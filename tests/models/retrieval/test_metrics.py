@@ -72,9 +72,16 @@ def test_metrics_of_baskets_equal_counts_by_hand():
     for row, basket in enumerate(baskets):
         targets[row, : len(basket)] = torch.tensor(basket)
     values = {"targets": targets, "target": targets[:, 0], "repeats": torch.ones(40)}
-    sums = measure_ranking(ranked, fill_batch(RequestBatch, {}, **values))
+    trained = (torch.arange(35) < 20).long()
+    batch = fill_batch(RequestBatch, {}, **values)
+    sums = measure_ranking(ranked, batch, trained=trained)
 
+    new = [{item for item in basket if item >= 20} for basket in baskets]
+    assert sums["new/examples"] == sum(map(bool, new)) < 40
     for k in CUTOFFS:
+        hits = [{*ranked[row, :k].tolist()} & new[row] for row in range(40)]
+        shares = [len(h) / min(k, len(n)) for h, n in zip(hits, new, strict=True) if n]
+        assert sums[f"new/recall@{k}"] == pytest.approx(sum(shares))
         expected = dict.fromkeys(("recall", "ndcg", "map", "mrr", "recall_limit"), 0.0)
         for items, basket in zip(ranked.tolist(), baskets, strict=True):
             ranks = [rank for rank in range(k) if items[rank] in basket]
