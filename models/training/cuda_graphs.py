@@ -30,12 +30,6 @@ MAX_GRAPHS = 64
 """Most graphs of one function; batches of further shapes run without a graph."""
 
 
-def compile_per_shape(function: Any) -> Any:
-    """Compile a function with torch.compile, once per shape of its batches."""
-    torch._dynamo.config.recompile_limit = MAX_GRAPHS
-    return torch.compile(function, dynamic=False)
-
-
 class CudaGraphs(Generic[Result]):
     """A function of a batch on a GPU, with one CUDA graph per shape of the batch.
 

@@ -177,10 +177,13 @@ def test_an_answer_repeats_at_most_200_characters_of_a_value(
 def test_a_body_is_refused_in_time_in_proportion_to_its_length(
     body: dict[str, Any], reason: str, servers: Servers
 ) -> None:
-    start = time.process_time()
+    def measure() -> float:
+        start = time.process_time()
+        assert reason in read_refusal(servers["tiger"][0], body)
+        return time.process_time() - start
 
-    assert reason in read_refusal(servers["tiger"][0], body)
-    assert time.process_time() - start < 8
+    # other threads of the process count too
+    assert min(measure() for _ in range(3)) < 2
 
 
 def test_the_page_of_a_replica_has_the_fields_of_a_request(
