@@ -27,7 +27,8 @@ import polars as pl
 import psutil
 
 from benchmarks.harness import Line, to_line
-from pipelines.prepare.kinds.simulation import Settings, draw_interactions, write_log
+from pipelines.prepare.kinds.simulation import draw_interactions, write_log
+from pipelines.prepare.settings.simulation import Settings
 
 SOURCE = "jobs/configs/sources/simulated.yaml"
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import pyarrow as pa
 from pydantic import (
-    Field,
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveFloat,
     TypeAdapter,
     ValidationError,
 )
@@ -20,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, one_line
 from core.files import absolute, join
-from core.options import STRICT, Fraction
+from core.settings import ActionCounts, InputSettings, SearchCounts, TaskSettings
 from core.tables import CHECKED, Table, TableInfo, open_table
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
@@ -292,22 +288,6 @@ class ItemsInfo(TableInfo):
     """Size and modification time in ns of each item file."""
 
 
-@dataclass(config=STRICT, frozen=True)
-class SearchCounts:
-    """Settings of the counts of a search log, which its tables record."""
-
-    windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
-    """Lengths of the windows that counts cover, in days, ascending; unused for a log
-    without clock times."""
-    delay_minutes: NonNegativeFloat = 60.0
-    """Minutes until a logged event is available: counts at time t end at t - delay."""
-    ctr_prior: Fraction = 0.1
-    """Click-through rate of a key without exposures. Rates are smoothed: (clicks +
-    prior * strength) / (exposures + strength)."""
-    ctr_strength: PositiveFloat = 10.0
-    """Weight of the prior, in exposures."""
-
-
 @dataclass(config=CHECKED)
 class CountsInfo(TableInfo):
     """Info of `counts`."""
@@ -486,63 +466,6 @@ class SearchInfo(SequencesInfo):
     """Number of their rows that are left out because the user has no event."""
     sessions_unknown_items: int = 0
     """Number of their rows that are left out because the catalogue lacks the item."""
-
-
-@dataclass(config=STRICT, frozen=True)
-class TaskSettings:
-    """A binary task, computed from labels."""
-
-    label: str | None = None
-    """Label of the task; alternatively give `any`. A bool label is the task itself, a
-    number needs `above` or `at_least`."""
-    above: FiniteFloat | None = None
-    """For a number label: the task is 1 if the label is above this threshold, like
-    1(dwell > tau) in Sec. 3 of AttnMVP."""
-    at_least: FiniteFloat | None = None
-    """For a number label: the task is 1 if the label is at least this threshold."""
-    any: list[str] | None = None
-    """Bool labels: the task is 1 if one of them is true, like `contribution` in Sec. 3
-    of AttnMVP."""
-
-
-@dataclass(config=STRICT, frozen=True)
-class InputSettings:
-    """An action as models read it: a number from 0 to 1, computed from a label."""
-
-    label: str
-    """Label of the input."""
-    range: list[float] | None = None
-    """For a number label: the values that become 0 and 1; others are clipped to them.
-    By default the range that the label declares."""
-    log_unit: Annotated[FiniteFloat, Field(gt=0)] | None = None
-    """For a number label with a long tail, such as a time: log(1 + value / log_unit) is
-    scaled instead of the value."""
-
-
-@dataclass(config=STRICT, frozen=True)
-class ActionCounts:
-    """Settings of the counting statistics that late fusion reads (AttnMVP, Sec. 2).
-
-    Each statistic counts the events of a key within a window.
-    """
-
-    keys: list[str] = field(default_factory=lambda: ["item", "user"])
-    """Keys to count by: `item`, `user`, or the name of an attribute of items such as
-    `author`."""
-    counted_labels: list[str] | None = None
-    """Tasks to count besides exposures; by default all."""
-    windows_days: Annotated[list[float], Field(min_length=1)] = field(
-        default_factory=lambda: [1.0, 7.0]
-    )
-    """Lengths of the windows, in days, ascending."""
-    delay_minutes: NonNegativeFloat = 60.0
-    """Minutes until a logged event is available: counts at time t end at t - delay.
-    Events at the same time never count each other."""
-    prior: Fraction = 0.1
-    """Rate of a key without exposures. Rates are smoothed: (count + prior * strength) /
-    (exposures + strength)."""
-    strength: PositiveFloat = 10.0
-    """Weight of the prior, in exposures."""
 
 
 @dataclass(config=CHECKED)

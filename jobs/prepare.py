@@ -20,22 +20,14 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import file_info, write_file
-from core.options import STRICT, Folder, build
+from core.options import STRICT, Folder, build, check_keys
 from jobs import cli
+from pipelines.prepare.settings.config import PrepareOptions, build_options
 
 if TYPE_CHECKING:
     from pipelines.prepare.prepare import Prepared
-    from pipelines.prepare.settings.config import PrepareOptions
 
-
-def __getattr__(name: str) -> Any:
-    """Import the class of the options, after a first line is printed."""
-    if name != "Config":
-        raise AttributeError(name)
-    cli.say_loading("polars")
-    from pipelines.prepare.settings.config import PrepareOptions
-
-    return PrepareOptions
+Config = PrepareOptions
 
 
 @dataclass(config=STRICT)
@@ -54,10 +46,10 @@ class Suggestion:
 
 def build_config(content: dict[str, Any]) -> PrepareOptions | Suggestion:
     """Build the configuration from options and the defaults in the source file."""
-    from pipelines.prepare.settings.config import build_options
-
     if "suggest" in content:
         return build(Suggestion, content)
+    check_keys(PrepareOptions, content)
+    cli.say_loading("polars")
     return build_options(content)
 
 

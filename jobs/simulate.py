@@ -11,26 +11,15 @@ for a feed `simulated_feed.yaml`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from jobs import cli
+from pipelines.prepare.settings.simulation import SimulateOptions
 
-if TYPE_CHECKING:
-    from pipelines.prepare.kinds.simulation import SimulateOptions
-
-
-def __getattr__(name: str) -> Any:
-    """Import the class of the options, after a first line is printed."""
-    if name != "Config":
-        raise AttributeError(name)
-    cli.say_loading("polars")
-    from pipelines.prepare.kinds.simulation import SimulateOptions
-
-    return SimulateOptions
+Config = SimulateOptions
 
 
 def run(options: SimulateOptions) -> None:
     """Write the log, and print the next command."""
+    cli.say_loading("polars")
     from pipelines.prepare.kinds.registry import KINDS, simulate_log
 
     simulate_log(options)

@@ -31,12 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.options import STRICT
 from pipelines.faults import find_user_error
+from pipelines.prepare.settings.config import RayDataConfig
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -54,22 +52,6 @@ Ray starts separate processes for each environment. If all tasks have this envir
 they share processes, which saves 5 s of process starts for a small log. With a version
 of Ray that sets other variables, only this saving is lost.
 """
-
-
-@dataclass(config=STRICT)
-class RayDataConfig:
-    """Settings of Ray Data. They do not change the contents of the tables."""
-
-    shuffle_batch_mb: PositiveInt = 64
-    """MiB of rows that one shuffle task splits by partition."""
-    read_mb: PositiveInt = 128
-    """MiB of a plain file that one task reads; a compressed file is read by one
-    task."""
-    memory_gb: NonNegativeFloat = 0
-    """GiB of memory that Ray reserves for each task, which limits the tasks per node;
-    0: only CPUs limit the tasks per node."""
-    max_cpus: NonNegativeInt = 0
-    """CPUs of a shared cluster that all tasks together use; 0: all CPUs."""
 
 
 MIN_SHARD_BYTES = 128 << 10

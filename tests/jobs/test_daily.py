@@ -24,7 +24,8 @@ from jobs.daily import run
 from models.training import checkpoint
 from pipelines import tracking
 from pipelines.comparison.verdicts import BELOW
-from pipelines.prepare.kinds.simulation import Settings, draw_interactions, write_log
+from pipelines.prepare.kinds.simulation import draw_interactions, write_log
+from pipelines.prepare.settings.simulation import Settings
 from pipelines.serving.registered_model import find_versions
 
 pytestmark = pytest.mark.long

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from core.schemas import InputSettings, TaskSettings
+from core.settings import InputSettings, TaskSettings
 from pipelines.prepare.audit.base import Rule, Tables, window_sums
 from pipelines.prepare.audit.sequences import (
     behaviour_rows,

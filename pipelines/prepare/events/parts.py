@@ -19,10 +19,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from core.splits import DAY_MS, HOUR_MS
 from core.tables import read_parquet
 from pipelines.prepare.executor import Executor
 from pipelines.prepare.reading.rows import MISSING_VALUES
-from pipelines.prepare.reading.times import DAY_MS, HOUR_MS
 
 GRAINS_MS = (DAY_MS, 1000, 1)
 """Precisions of times that are detected, coarsest first."""

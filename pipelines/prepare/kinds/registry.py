@@ -14,11 +14,12 @@ from core.options import as_base, check_known
 from pipelines.prepare.kinds.actions.sequences import ActionsBuilder
 from pipelines.prepare.kinds.retrieval.sequences import RetrievalBuilder
 from pipelines.prepare.kinds.search.sequences import SearchBuilder
-from pipelines.prepare.kinds.simulation import Settings, SimulateOptions, write_log
+from pipelines.prepare.kinds.simulation import write_log
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.times import MAX_TIME_MS, MIN_TIME_MS
 from pipelines.prepare.sequences.builder import SequenceBuilder
 from pipelines.prepare.settings.config import PrepareConfig
+from pipelines.prepare.settings.simulation import Settings, SimulateOptions
 
 KINDS: dict[str, type[SequenceBuilder]] = {
     kind.name: kind for kind in (RetrievalBuilder, SearchBuilder, ActionsBuilder)

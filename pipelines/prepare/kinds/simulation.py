@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, field
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Self
 
 import numpy as np
 import polars as pl
@@ -23,14 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.random import Generator, default_rng
 from pyarrow import fs
-from pydantic import Field, NonNegativeFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import join, open_uri, read_json, write_file
-from core.options import STRICT, Folder, Fraction, Seed
 from core.ragged import lengths_to_starts
-from pipelines.prepare.reading.times import DAY_MS
+from core.splits import DAY_MS
+from pipelines.prepare.settings.simulation import Settings
 
 RECORD = "simulation.json"
 """Name of the file with the settings of a simulated log, which is written last."""
@@ -71,49 +69,6 @@ MAKERS = """
 Arden Bexley Corvia Dunmore Elwood Farrow Glenhart Harrick Ivara Jorvik Kestrel
 Lunden Marlowe Norvane Oakridge Penrose Quillon Rowanta Silvern Tamsin
 """.split()  # noqa: SIM905
-
-
-@dataclass(config=STRICT, frozen=True)
-class Settings:
-    """Size, seed and causes of a simulated log."""
-
-    users: PositiveInt = 1500
-    """Number of users, each with at least one event or search."""
-    items: Annotated[int, Field(ge=8)] = 400
-    """Number of items in the catalogue; rare items may have no event."""
-    events: PositiveInt = 15_000
-    """Exact number of events or searches."""
-    seed: Seed = 42
-    """Seed; the same settings give the same log, byte for byte."""
-    files: PositiveInt = 1
-    """Minimum number of files with equally many events, in the order of time; a large
-    log has more files."""
-    taste: Literal["user", "class"] = "user"
-    """Search: the makers that a user likes: some makers (`user`), or all makers of one
-    of two classes (`class`)."""
-    disliked_click: Fraction = 0.25
-    """Search: probability of a click, given a look, on a result of the intent whose
-    maker the user does not like; for a liked maker it is 0.85."""
-    shown_days: NonNegativeFloat = 0.0
-    """Feed: days for which an item is shown, so that later items are new; 0: the whole
-    log."""
-
-    def __post_init__(self) -> None:
-        if self.events < self.users:
-            raise ValueError(f"events is {self.events}, less than users {self.users}")
-
-
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class SimulateOptions(Settings):
-    """Options of jobs.simulate: where to write the log, its size, seed and causes."""
-
-    output: Folder
-    """Folder for the log: new, empty, or with an earlier simulated log, which is
-    replaced."""
-    kind: str = "retrieval"
-    """`retrieval`: one item per event. `search`: searches with a query, ten results,
-    clicks, purchases and dwell. `actions`: impressions of a feed with
-    likes, comments, shares, follows, hides and dwell of dog and cat users."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,6 @@ MAX_AHEAD_MS = 86_400_000
 as UTC are up to 14 hours ahead."""
 LIKELY_MS = (788_918_400_000, 2_208_988_800_000)
 """Range of times in most logs: 1995 to 2040."""
-DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SHARED_DIRECTIVES = set("YmdHMSIpbBaAjz")
 """Directives of `strptime` that polars parses as Python does."""

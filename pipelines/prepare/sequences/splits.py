@@ -11,7 +11,7 @@ import polars as pl
 
 from core.errors import UserError
 from core.schemas import Split
-from core.splits import SPLITS
+from core.splits import DAY_MS, HOUR_MS, SPLITS
 from pipelines.prepare.events.parts import (
     EventStats,
     is_behaviour,
@@ -19,7 +19,6 @@ from pipelines.prepare.events.parts import (
     read_events,
 )
 from pipelines.prepare.executor import Executor
-from pipelines.prepare.reading.times import DAY_MS, HOUR_MS
 from pipelines.prepare.settings.config import SplitConfig
 
 TIE_SEED = 0

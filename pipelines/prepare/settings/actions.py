@@ -20,15 +20,25 @@ from __future__ import annotations
 
 from dataclasses import field, replace
 from itertools import chain, pairwise
+from typing import TYPE_CHECKING
 
-import numpy as np
-import polars as pl
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, check_known
-from core.schemas import ActionCounts, InputSettings, LogInfo, TaskSettings
-from pipelines.prepare.reading.log import check_names, check_range
-from pipelines.prepare.reading.times import DAY_MS, MINUTE_MS
+from core.settings import (
+    ActionCounts,
+    InputSettings,
+    TaskSettings,
+    check_names,
+    check_range,
+)
+from core.splits import DAY_MS, MINUTE_MS
+
+if TYPE_CHECKING:  # the modules are imported when a log is read
+    import numpy as np
+    import polars as pl
+
+    from core.schemas import LogInfo
 
 USER, ITEM = "user", "item"
 
@@ -117,6 +127,8 @@ class Task(TaskSettings):
     @property
     def holds(self) -> pl.Expr:
         """Whether the task holds for an event; a missing label counts as false."""
+        import polars as pl
+
         values = pl.col([f"label_{label}" for label in self.labels])
         # in float32 like the labels, so a label of 3.3 is at least 3.3
         if self.above is not None:
@@ -166,6 +178,8 @@ class Input(InputSettings):
 
         A missing label becomes 0.
         """
+        import numpy as np
+
         label = events[f"label_{self.label}"]
         if self.range is None:
             return label.fill_null(False).to_numpy().astype(np.float32)

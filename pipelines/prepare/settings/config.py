@@ -26,9 +26,7 @@ from core.options import (
     check_keys,
     merge,
 )
-from core.schemas import SearchCounts
-from pipelines.prepare.executor import RayDataConfig
-from pipelines.prepare.reading.log import check_names, load_source
+from core.settings import SearchCounts, check_names
 from pipelines.prepare.settings.actions import ActionsConfig, WindowSettings
 
 
@@ -158,6 +156,22 @@ class SearchConfig(SearchCounts, WindowSettings):
 
 
 @dataclass(config=STRICT)
+class RayDataConfig:
+    """Settings of Ray Data. They do not change the contents of the tables."""
+
+    shuffle_batch_mb: PositiveInt = 64
+    """MiB of rows that one shuffle task splits by partition."""
+    read_mb: PositiveInt = 128
+    """MiB of a plain file that one task reads; a compressed file is read by one
+    task."""
+    memory_gb: NonNegativeFloat = 0
+    """GiB of memory that Ray reserves for each task, which limits the tasks per node;
+    0: only CPUs limit the tasks per node."""
+    max_cpus: NonNegativeInt = 0
+    """CPUs of a shared cluster that all tasks together use; 0: all CPUs."""
+
+
+@dataclass(config=STRICT)
 class SequencesConfig:
     """Settings that decide the table `sequences`, which its manifest records."""
 
@@ -256,6 +270,8 @@ def build_options(content: Mapping[str, Any], prefix: str = "") -> PrepareOption
         content: Values by option.
         prefix: Prefix of keys in messages.
     """
+    from pipelines.prepare.reading.log import load_source  # imports polars
+
     source = content.get("source")
     defaults = load_source(source)[1] if source else {}
     check_keys(PrepareConfig, defaults, "prepare.")

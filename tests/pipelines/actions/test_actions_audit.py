@@ -13,9 +13,10 @@ import pytest
 
 from core.tables import read_manifest
 from pipelines.prepare.audit.rules import audit
-from pipelines.prepare.kinds.simulation import Settings, draw_feed, write_log
+from pipelines.prepare.kinds.simulation import draw_feed, write_log
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import load_source
+from pipelines.prepare.settings.simulation import Settings
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_config
 

@@ -15,7 +15,8 @@ import pytest
 import ray
 
 from core.errors import UserError
-from pipelines.prepare.executor import KEY, Exchange, Executor, RayDataConfig
+from pipelines.prepare.executor import KEY, Exchange, Executor
+from pipelines.prepare.settings.config import RayDataConfig
 
 # Workers cannot import a test.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -12,7 +12,8 @@ import pytest
 from core.errors import UserError
 from jobs import cli, simulate
 from pipelines.prepare.kinds.registry import KINDS
-from pipelines.prepare.kinds.simulation import DAY_MS, MAKERS, Settings, write_log
+from pipelines.prepare.kinds.simulation import DAY_MS, MAKERS, write_log
+from pipelines.prepare.settings.simulation import Settings
 
 
 def draw_log(folder: Path, kind: str, settings: Settings) -> pl.DataFrame:

@@ -44,12 +44,12 @@ from pipelines.prepare.kinds.simulation import (
     NOUNS,
     STYLES,
     TRAITS,
-    Settings,
     draw_searches,
     write_log,
 )
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import load_source
+from pipelines.prepare.settings.simulation import Settings
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.commands import read_column, read_config, read_rows, read_table

@@ -31,7 +31,7 @@ from core.splits import SPLITS
 from core.tables import Table
 from pipelines.prepare.events.parts import read_events
 from pipelines.prepare.kinds.actions.features import IDS, ActionsCounter, count_time
-from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_feed
+from pipelines.prepare.kinds.simulation import SimulatedLog, draw_feed
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import (
@@ -52,6 +52,7 @@ from pipelines.prepare.sequences.splits import (
 )
 from pipelines.prepare.settings.actions import ITEM, ActionsConfig
 from pipelines.prepare.settings.config import PrepareConfig
+from pipelines.prepare.settings.simulation import Settings
 
 MIN_DEVIATION = 1e-6
 """Features with a smaller standard deviation count as constant, as it is rounding."""

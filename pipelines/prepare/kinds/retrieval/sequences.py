@@ -12,10 +12,11 @@ import pyarrow as pa
 
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
-from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_interactions
+from pipelines.prepare.kinds.simulation import SimulatedLog, draw_interactions
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import BuiltTable, SequenceBuilder
 from pipelines.prepare.sequences.splits import require_training
+from pipelines.prepare.settings.simulation import Settings
 
 MAX_WITHOUT_HISTORY = 0.5
 """Share of training requests without a history, for any reason, that causes a

@@ -22,13 +22,8 @@ import pyarrow as pa
 
 from core.errors import UserError, pluralize
 from core.options import as_base
-from core.schemas import (
-    CountsInfo,
-    EventsInfo,
-    ItemsInfo,
-    SearchCounts,
-    counts_schema,
-)
+from core.schemas import CountsInfo, EventsInfo, ItemsInfo, counts_schema
+from core.settings import SearchCounts
 from core.tables import Part, Table, fingerprint, write_part
 from pipelines.prepare.kinds.search.features import counted_names, never_counted
 from pipelines.prepare.kinds.search.sequences import (

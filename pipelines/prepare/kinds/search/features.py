@@ -20,8 +20,8 @@ import numpy as np
 import polars as pl
 
 from core.schemas import FeatureGroup
+from core.splits import HOUR_MS
 from models.search.counts import HOURS, time_features
-from pipelines.prepare.reading.times import HOUR_MS
 from pipelines.prepare.sequences.counts import (
     NO_GAP,
     Columns,

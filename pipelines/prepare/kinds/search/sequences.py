@@ -27,11 +27,11 @@ from core.schemas import (
     AsOfInfo,
     EventsInfo,
     QueriesInfo,
-    SearchCounts,
     SearchInfo,
     search_schema,
 )
-from core.splits import SPLITS
+from core.settings import SearchCounts
+from core.splits import MINUTE_MS, SPLITS
 from core.tables import Table, write_part
 from pipelines.prepare.events.parts import IdCounts, read_events
 from pipelines.prepare.kinds.search.features import (
@@ -44,9 +44,8 @@ from pipelines.prepare.kinds.search.features import (
     feature_names,
     never_counted,
 )
-from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_searches
+from pipelines.prepare.kinds.simulation import SimulatedLog, draw_searches
 from pipelines.prepare.reading.log import Log
-from pipelines.prepare.reading.times import MINUTE_MS
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import (
     BuiltTable,
@@ -61,6 +60,7 @@ from pipelines.prepare.sequences.custom_features import (
 )
 from pipelines.prepare.sequences.splits import count_splits, require_training
 from pipelines.prepare.settings.config import PrepareConfig
+from pipelines.prepare.settings.simulation import Settings
 
 QUERIES_PER_PART = 1_000_000
 
