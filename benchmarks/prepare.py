@@ -37,7 +37,7 @@ def prepare(events: int = 1_000_000, runs: int = 3) -> Iterator[Line]:
     """Yield a line per variant; items per second are events."""
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
         log, output = f"{folder}/log", f"{folder}/tables"
-        settings = Settings(max(1, events // 20), max(8, events // 400), events)
+        settings = Settings(events // 20 or 1, max(8, events // 400), events)
         write_log(log, "retrieval", settings, draw_interactions)
         job = f"jobs.prepare --source {SOURCE} --input {log} --output {output}"
         commands = {

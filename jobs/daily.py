@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 def build_config(content: dict[str, Any]) -> DailyConfig:
     """Build the options of the steps from the sections of a config."""
     from pipelines.daily import DailyConfig
-    from pipelines.prepare.settings.config import build_options
+    from pipelines.prepare.prepare import build_options
 
     output = absolute(str(content.get("output", "")))
     tables, runs = join(output, "tables"), join(output, "runs")

@@ -22,7 +22,7 @@ from core.errors import UserError
 from core.files import file_info, write_file
 from core.options import STRICT, Folder, build, check_keys
 from jobs import cli
-from pipelines.prepare.settings.config import PrepareOptions, build_options
+from pipelines.prepare.settings.config import PrepareOptions
 
 if TYPE_CHECKING:
     from pipelines.prepare.prepare import Prepared
@@ -50,6 +50,8 @@ def build_config(content: dict[str, Any]) -> PrepareOptions | Suggestion:
         return build(Suggestion, content)
     check_keys(PrepareOptions, content)
     cli.say_loading("polars")
+    from pipelines.prepare.prepare import build_options
+
     return build_options(content)
 
 

@@ -128,9 +128,8 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     from pipelines.comparison.page import compare_runs
     from pipelines.prepare.audit.rules import audit_tables
     from pipelines.prepare.kinds.registry import KINDS, simulate_log
-    from pipelines.prepare.prepare import make_tables
+    from pipelines.prepare.prepare import build_options, make_tables
     from pipelines.prepare.reading.log import load_source
-    from pipelines.prepare.settings.config import build_options
     from pipelines.prepare.settings.simulation import SimulateOptions
     from pipelines.tracking import resolve_uri
 

@@ -19,9 +19,9 @@ from pipelines.encode.texts import encode_log as encode
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.prepare.audit.rules import audit_tables as audit
 from pipelines.prepare.kinds.registry import simulate_log as simulate
+from pipelines.prepare.prepare import build_options as build_prepare_options
 from pipelines.prepare.prepare import make_tables as prepare
 from pipelines.prepare.settings.config import PrepareOptions
-from pipelines.prepare.settings.config import build_options as build_prepare_options
 from pipelines.prepare.settings.simulation import SimulateOptions
 from pipelines.training.config import TrainConfig
 from pipelines.training.run import run_training as train

@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 from pyarrow import fs
 
 from core.errors import pluralize
 from core.files import file_info, join, write_file
+from core.options import build, check_keys, merge
 from core.schemas import (
     INFO_CLASSES,
     AsOfInfo,
@@ -74,6 +75,19 @@ class Prepared(NamedTuple):
     events: Table[EventsInfo]
     items: Table[ItemsInfo]
     sequences: Table[SequencesInfo]
+
+
+def build_options(content: Mapping[str, Any], prefix: str = "") -> PrepareOptions:
+    """Build options over the settings in the section `prepare` of the source file.
+
+    Args:
+        content: Values by option.
+        prefix: Prefix of keys in messages.
+    """
+    source = content.get("source")
+    defaults = load_source(source)[1] if source else {}
+    check_keys(PrepareConfig, defaults, "prepare.")
+    return build(PrepareOptions, merge(defaults, content), prefix)
 
 
 def make_tables(options: PrepareOptions) -> Prepared:

@@ -98,14 +98,6 @@ def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_truncated_part_is_refused(tmp_path: Path) -> None:
-    uri = write_sids(tmp_path / "t", build_sids([1]))
-    part = tmp_path / "t" / read_manifest(uri).files[0].path
-    part.write_bytes(part.read_bytes()[:-10])
-    with pytest.raises(UserError, match=r"has \d+ bytes, its manifest says \d+"):
-        open_table(uri, TableInfo).read()
-
-
 def flip_bits(file: Path, count: int = 150) -> Iterator[None]:
     """Flip one bit of a file at a time, at `count` positions spread over the file.
 

@@ -26,9 +26,9 @@ from core.errors import UserError
 from core.files import join
 from core.options import build, changed, read_yaml
 from core.schemas import LogInfo, events_schema, items_schema
-from core.settings import check_names, check_range
 from pipelines.prepare.reading.read import Files, check_condition, check_sql, list_files
 from pipelines.prepare.reading.times import Time
+from pipelines.prepare.settings.names import check_names, check_range
 
 MAPPING_SUFFIXES = (".yaml", ".yml")
 """Suffixes of files that are not data, such as the mapping file itself."""

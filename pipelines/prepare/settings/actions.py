@@ -25,14 +25,9 @@ from typing import TYPE_CHECKING
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, check_known
-from core.settings import (
-    ActionCounts,
-    InputSettings,
-    TaskSettings,
-    check_names,
-    check_range,
-)
+from core.settings import ActionCounts, InputSettings, TaskSettings
 from core.splits import DAY_MS, MINUTE_MS
+from pipelines.prepare.settings.names import check_names, check_range
 
 if TYPE_CHECKING:  # the modules are imported when a log is read
     import numpy as np

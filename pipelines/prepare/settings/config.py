@@ -7,7 +7,6 @@ prepare:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -22,12 +21,10 @@ from core.options import (
     Fraction,
     Free,
     as_base,
-    build,
-    check_keys,
-    merge,
 )
-from core.settings import SearchCounts, check_names
+from core.settings import SearchCounts
 from pipelines.prepare.settings.actions import ActionsConfig, WindowSettings
+from pipelines.prepare.settings.names import check_names
 
 
 def epoch_ms(moment: Any, name: str) -> int:
@@ -261,18 +258,3 @@ class PrepareOptions(PrepareConfig):
     def settings(self) -> PrepareConfig:
         """Settings of the tables."""
         return as_base(self, PrepareConfig)
-
-
-def build_options(content: Mapping[str, Any], prefix: str = "") -> PrepareOptions:
-    """Build options over the settings in the section `prepare` of the source file.
-
-    Args:
-        content: Values by option.
-        prefix: Prefix of keys in messages.
-    """
-    from pipelines.prepare.reading.log import load_source  # imports polars
-
-    source = content.get("source")
-    defaults = load_source(source)[1] if source else {}
-    check_keys(PrepareConfig, defaults, "prepare.")
-    return build(PrepareOptions, merge(defaults, content), prefix)

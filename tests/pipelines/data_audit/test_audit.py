@@ -377,12 +377,6 @@ def find_part(folder: Path) -> Path:
     return next(folder.glob("*.parquet"))
 
 
-def truncate_part(folder: Path) -> None:
-    """Cut off the last bytes of a part."""
-    part = find_part(folder)
-    part.write_bytes(part.read_bytes()[:-20])
-
-
 def flip_byte(folder: Path) -> None:
     """Invert the bits of one byte of a part."""
     part = find_part(folder)
@@ -408,7 +402,6 @@ def change_behaviour(folder: Path) -> None:
 
 # The damage, by words of the message about it.
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "bytes, its manifest says": truncate_part,
     "does not match its name": flip_byte,
     "lacks a column": replace_by_other_schema,
     "label_purchase": change_behaviour,
