@@ -213,12 +213,15 @@ class Run:
                 " of the item files".
         """
         if rejected.left_out:
-            total = rejected.left_out + rejected.rows_read
+            # rows of the files; rows are counted as read after lists are exploded
+            others = "" if rejected.rows_read else ", and no others read"
             self.report(
-                f"where: {rejected.left_out:,} of {total:,} rows{rows} left out"
+                f"where: {pluralize(rejected.left_out, 'row')}{rows} left out{others}"
             )
-            if not rejected.rows_read:
-                raise UserError(f"where takes none of the {total:,} rows{rows}")
+            if others and not self.tables.append:
+                raise UserError(
+                    f"where takes none of the {rejected.left_out:,} rows{rows}"
+                )
         for line in rejected.lines():
             self.report(f"rejects{rows}: {line}")
         rejected.check(self.config.max_rejects, rows)

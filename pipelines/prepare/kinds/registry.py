@@ -83,6 +83,10 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
             "baskets is request, but the mapping names no 'request'",
         ),
         (
+            name == "retrieval" and source.request and config.ties == "log_order",
+            "the mapping names a 'request', whose baskets have no ties: log_order",
+        ),
+        (
             config.core_window == "train" and split != "temporal",
             f"core_window is train, which needs a temporal split, and split.by is "
             f"{split}",

@@ -523,7 +523,10 @@ def parse_log(content: dict[str, Any]) -> Log:
     items = content.get("items")
     if isinstance(items, dict) and "from" in items:
         if items["from"] != "events" or items.keys() != {"from", "texts"}:
-            raise UserError("items.from is 'events', with 'texts' and no other key")
+            raise UserError(
+                f"items.from is {items['from']!r}; use 'events', with 'texts' and no "
+                f"other key"
+            )
         content = {**content, "items": None, "texts": items["texts"]}
     log: Log = build(Log, content)
     return log

@@ -238,7 +238,8 @@ def make_random_mapping(kind: str, config: Row, flags: list[bool], keep: str) ->
         late_clicks = False
     if config["split"] == LAST_OUT:
         settings["core_window"] = "all"
-    mapping = make_mapping(named_requests, late_clicks) | {"prepare": settings}
+    mapping = make_mapping(named_requests and strict, late_clicks)
+    mapping |= {"prepare": settings}
     position = {} if strict else {"position": None}
     return merge(mapping, {"items": {"keep": keep}, **position})
 

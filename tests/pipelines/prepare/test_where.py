@@ -89,6 +89,29 @@ def test_items_have_their_own_condition(taken: tuple[Path, list[Row]]) -> None:
     assert read_manifest(f"{tables}/items").info["rows_left_out"] == 2
 
 
+def test_a_day_whose_rows_are_all_left_out_adds_no_event(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mapping = MAPPING | {
+        "files": "log*.jsonl",
+        "item": "one",
+        "explode": {"one": "skus"},
+        "where": "kind = 'view'",
+    }
+    contents = []
+    for day, kind in enumerate(("view", "cancel")):
+        rows = draw_rows(300, day, 300 * day)
+        rows = [row | {"skus": [row["sku"]] * 2, "kind": kind} for row in rows]
+        write_rows(tmp_path / f"log{day}.jsonl", [{**rows[0], "kind": "cancel"}, *rows])
+        prepare_log(mapping, tmp_path, tmp_path / "tables", append=True)
+        contents.append(read_rows(tmp_path / "tables", "sequences"))
+    assert contents[0] == contents[1]
+    assert read_manifest(f"{tmp_path}/tables/events").info["rows_left_out"] == 302
+    printed = capsys.readouterr().out
+    assert "where: 1 row left out" in printed
+    assert "where: 301 rows left out, and no others" in printed
+
+
 def test_another_condition_is_refused_when_files_are_appended(
     taken: tuple[Path, list[Row]], tmp_path: Path
 ) -> None:
