@@ -8,7 +8,6 @@ An append adds its rows to the parts of their users.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -181,9 +180,9 @@ def _find_new_files(
     """Return the files that the events lack; refuse other settings and old files."""
     source, old, inputs = run.source, earlier.info.stamps, dict(earlier.inputs)
     for file in old.keys() & stamps.keys():
-        if old[file] != stamps[file] and (
-            file in user_files or _hash_file(run, file) != inputs[file]
-        ):
+        # a copy of an event file has another time and the same size
+        parts = slice(None if file in user_files else 1)
+        if old[file][parts] != stamps[file][parts]:
             inputs[file] = "changed"
     for file in {*user_files} ^ {*earlier.info.user_files}:
         inputs[file] = "changed"
@@ -203,25 +202,6 @@ def _find_new_files(
     return new_files
 
 
-def _hash_file(run: Run, file: str) -> str:
-    """Return the hash that `_read_files` would record for an event file."""
-    uri = join(run.input, file)
-    digests = []
-    for piece in split_file(uri, run.source, run.executor.settings.read_mb << 20):
-        digest = hashlib.sha256()
-        for _ in read_events(run.source, run.input, file, None, piece, 0, digest):
-            pass
-        digests.append(digest.hexdigest())
-    return _combine_digests(digests)
-
-
-def _combine_digests(digests: list[str]) -> str:
-    """Combine the hashes of a file's pieces, in order, to the hash of the file."""
-    if len(digests) == 1:
-        return digests[0]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
 def _read_files(
     run: Run,
     files: list[str],
@@ -239,16 +219,14 @@ def _read_files(
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
         inputs, users = dict(earlier.inputs if earlier else {}), None
+        inputs |= {file: str(stamps[file]) for file in (*files, *user_files)}
         if section := read_users(run.source, run.input, user_files):
             run.check_rejects(section.rejected, " of the user files")
-            users, inputs = section.rows, inputs | section.hashes
+            users = section.rows
         written, summaries, stats = exchange_events(
             run, files, partitions, users, earlier
         )
         rejected = RejectCounts()
-        for file in files:
-            digests = [s.digest for s in summaries if s.file == file]
-            inputs[file] = _combine_digests(digests)
         for summary in summaries:
             rejected.add(summary.rejected)
         missing = common_missing(s.missing for s in summaries if s.blocks)
@@ -355,7 +333,6 @@ def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
 class PieceSummary:
     """Summary of one piece of a raw file, which its reader sends to the driver."""
 
-    file: str
     rejected: RejectCounts
     events: int
     """Number of valid events."""
@@ -364,8 +341,6 @@ class PieceSummary:
     missing: dict[str, str]
     """Columns that no block of the piece has, each with a hint at a similar name."""
     blocks: int
-    digest: str
-    """Hash of the parsed bytes."""
 
 
 @dataclass(frozen=True)
@@ -407,14 +382,11 @@ def read_piece(
         piece_index: Index of the piece to read.
     """
     file, piece = pieces[piece_index]
-    digest = hashlib.sha256()
     rejected = RejectCounts()
     num_events = 0
     reject_parts: list[Part] = []
     missing: list[dict[str, str]] = []
-    blocks = read_events(
-        source, input_uri, file, fetch(users), piece, piece_index, digest
-    )
+    blocks = read_events(source, input_uri, file, fetch(users), piece, piece_index)
     for block in blocks:
         rejected.add(RejectCounts.from_block(block))
         if not piece_index and not num_events:  # the mapping is wrong: stop early
@@ -436,13 +408,11 @@ def read_piece(
     # have no block
     yield schema.empty_table()
     summary = PieceSummary(
-        file,
         rejected,
         num_events,
         reject_parts,
         common_missing(missing),
         len(missing),
-        digest.hexdigest(),
     )
     yield ReadSummary(piece_index, summary)
 

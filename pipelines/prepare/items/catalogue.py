@@ -67,12 +67,12 @@ def make_items(
             f"{source.items.where}",
             "settings",
         )
-    metadata, hashes = pl.DataFrame(schema={"item_id": pl.String}), dict[str, str]()
+    metadata = pl.DataFrame(schema={"item_id": pl.String})
     left_out = 0
     if source.items:
         section = read_section(source.items, run.input, files)
         run.check_rejects(section.rejected, " of the item files")
-        metadata, hashes = section.rows, section.hashes
+        metadata = section.rows
         left_out = section.rejected.left_out
     elif source.texts:
         metadata = _read_texts(run, events, split)
@@ -130,7 +130,7 @@ def make_items(
             schema,
             parts,
             settings,
-            {**inputs, **hashes},
+            {**inputs, **{file: str(stamp) for file, stamp in stamps.items()}},
             info,
         )
     without_behaviours = ""

@@ -39,8 +39,7 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
     """
     check_known([config.kind], KINDS, "kind")
     info, name = source.info, config.kind
-    may_have_baskets = config.ties == "strict" and info.clock
-    if name == "retrieval" and source.request and may_have_baskets:
+    if name == "retrieval" and source.request and info.clock:
         config = replace(config, baskets=config.baskets or "request")
     kind, moment = KINDS[name], config.counts_as_of
     kind.check_settings(source, config)
@@ -75,16 +74,12 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
             f"ties is {config.ties}, but {late_label or f'kind {name}'} needs strict",
         ),
         (
-            config.baskets and not may_have_baskets,
+            config.baskets and not (info.clock and config.ties == "strict"),
             f"baskets is {config.baskets}, which needs clock times and ties strict",
         ),
         (
             config.baskets == "request" and not source.request,
             "baskets is request, but the mapping names no 'request'",
-        ),
-        (
-            name == "retrieval" and source.request and config.ties == "log_order",
-            "the mapping names a 'request', whose baskets have no ties: log_order",
         ),
         (
             config.core_window == "train" and split != "temporal",

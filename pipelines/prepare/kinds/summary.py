@@ -12,11 +12,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import polars as pl
-
 from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
 from core.splits import SPLITS
-from core.tables import Table, read_parquet
+from core.tables import Table
 from pipelines.prepare.kinds.registry import KINDS
 
 MIN_REQUESTS = 30
@@ -24,14 +22,6 @@ MIN_REQUESTS = 30
 
 MAX_DUPLICATES = 0.01
 """Share of duplicate events above which a warning is printed."""
-
-
-MAX_ASCENDING = 0.6
-"""Share of adjacent behaviours with ascending items above which a line is printed. Half
-of them ascend by chance."""
-
-MIN_STEPS = 1000
-"""Number of adjacent behaviours below which their order is considered noise."""
 
 
 def summarise(
@@ -113,7 +103,6 @@ def collect_warnings(
             f"{info.max_events:,}, were dropped"
         )
     lines += KINDS[info.kind].warn(info)
-    lines += describe_id_order(sequences)
     tied = getattr(info, "tied_targets", {})
     for name in SPLITS[1:]:
         requests = info.requests[name]
@@ -125,24 +114,3 @@ def collect_warnings(
                 f"another of their user; a hash decides which is held out"
             )
     return [f"warning: {line}" for line in lines]
-
-
-def describe_id_order(sequences: Table[SequencesInfo]) -> list[str]:
-    """Return a line if items ascend by id in a log without clock times.
-
-    Histories are those of the first part of `sequences`, and ids are in the order of
-    `item_index`.
-    """
-    if sequences.info.log.clock:
-        return []
-    part = read_parquet(sequences.part_uris()[0], ["item_index"])
-    steps = pl.Series(part["item_index"]).list.diff(null_behavior="drop").explode()
-    steps = steps.filter(steps != 0)
-    share = (steps > 0).sum() / max(1, len(steps))
-    if len(steps) < MIN_STEPS or share <= MAX_ASCENDING:
-        return []
-    return [
-        f"{share:.0%} of adjacent behaviours have ascending item ids, 50% "
-        "where the order is real: ties seem to be broken by id, and models that know "
-        "the order are rewarded for it"
-    ]

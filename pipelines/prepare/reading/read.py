@@ -1,12 +1,11 @@
 """Read raw files as frames of rows: CSV, JSON lines, Parquet and plain lines.
 
-    digest = hashlib.sha256()
     columns = ["user", "cast(price as double)"]
     files = Files(delimiter=";")
-    for frame in read_frames("s3://bucket/log.csv", files, columns, digest):
+    for frame in read_frames("s3://bucket/log.csv", files, columns):
         frame.rows, frame.broken
 
-Files may be compressed, and each byte is read once. A large uncompressed file is split
+Files may be compressed. A large uncompressed file is split
 into pieces (`split_file`): text from line start to line start, Parquet by row groups.
 Values of CSV are text, or null if they are empty. Values of JSON and Parquet have the
 types of the file. Lines that cannot be parsed are in `ParsedRows.broken`, so every line
@@ -284,7 +283,6 @@ def read_frames(
     uri: str,
     files: Files,
     expressions: Iterable[str],
-    digest: Any = None,
     piece: FilePart | None = None,
 ) -> Iterator[ParsedRows]:
     """Yield the rows of a file, or of a piece of it, in frames.
@@ -293,7 +291,6 @@ def read_frames(
         uri: File.
         files: Format of the file.
         expressions: SQL expressions whose columns are read.
-        digest: Hash that is updated with the parsed bytes, or None.
         piece: Part of the file; None for the whole file.
     """
     kind, expressions = files.detect_format(uri), list(dict.fromkeys(expressions))
@@ -308,7 +305,7 @@ def read_frames(
         text = {"delimiter": NO_DELIMITER, "quote": "", "encoding": files.encoding}
         files = Files(format="lines", header=["line"], **text)
     try:
-        yield from reader(uri, files, expressions, digest, piece)
+        yield from reader(uri, files, expressions, piece)
     except (pa.ArrowException, UnicodeError, OSError, EOFError) as error:
         raise UserError(
             f"{uri} cannot be read as {kind} in {files.encoding} ({one_line(error)})"
@@ -411,7 +408,7 @@ def hint_at_column(column: str, present: Collection[str]) -> str:
 
 
 def _read_blocks(
-    uri: str, files: Files, digest: Any, piece: FilePart | None, size: int | None = None
+    uri: str, files: Files, piece: FilePart | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
     """Yield UTF-8 text in blocks of about `size` bytes, which can split lines."""
     size = size or BLOCK_BYTES
@@ -432,8 +429,6 @@ def _read_blocks(
             stream.seek(start)
             remaining, is_first = end - start, start == 0
         while remaining and (block := stream.read(min(size, remaining))):
-            if digest is not None:
-                digest.update(block)
             remaining -= len(block)
             text = decoder.decode(block).encode() if decoder else block
             yield text.removeprefix(codecs.BOM_UTF8) if is_first else text
@@ -444,7 +439,7 @@ def _read_blocks(
 
 def _read_head(uri: str, files: Files) -> bytes:
     """Return the first block of the text that is not blank."""
-    with closing(_read_blocks(uri, files, None, None, 1 << 18)) as blocks:
+    with closing(_read_blocks(uri, files, None, 1 << 18)) as blocks:
         head = next((block for block in blocks if block.strip()), b"")
     if not head:
         raise UserError(f"{uri} is empty")
@@ -532,7 +527,7 @@ def _unescape(
 
 
 def _read_csv(
-    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+    uri: str, files: Files, expressions: list[str], piece: FilePart | None
 ) -> Iterator[ParsedRows]:
     """Yield the rows of a CSV file; arguments as in `read_frames`."""
     delimiter = files.detect_delimiter(uri).encode()
@@ -542,7 +537,7 @@ def _read_csv(
     lines_to_skip = header_lines if piece is None or piece.start == 0 else 0
     unparsed = b""
     first_row = 0
-    for block in chain(_read_blocks(uri, files, digest, piece), [None]):
+    for block in chain(_read_blocks(uri, files, piece), [None]):
         unparsed = (unparsed + (block or b"")).replace(delimiter, mark)
         if files.format == "lines":
             unparsed = BLANK_LINE.sub(b"", unparsed)
@@ -793,15 +788,15 @@ def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
 
 
 def _read_json_lines(
-    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+    uri: str, files: Files, expressions: list[str], piece: FilePart | None
 ) -> Iterator[ParsedRows]:
     """Yield the rows of JSON lines; arguments as in `read_frames`."""
     if piece is None and _is_array(_read_head(uri, files)):
-        yield from _read_json_value(uri, files, expressions, digest, piece)
+        yield from _read_json_value(uri, files, expressions, piece)
         return
     partial_line = b""
     num_rows = 0
-    for block in _read_blocks(uri, files, digest, piece):
+    for block in _read_blocks(uri, files, piece):
         end = block.rfind(b"\n") + 1
         if end:
             text = partial_line + block[:end]
@@ -921,7 +916,7 @@ def _parse_objects(
 
 
 def _read_json_value(
-    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+    uri: str, files: Files, expressions: list[str], piece: FilePart | None
 ) -> Iterator[ParsedRows]:
     """Yield the rows of a file with one JSON value; arguments as in `read_frames`."""
 
@@ -934,7 +929,7 @@ def _read_json_value(
 
     try:
         content = json.loads(
-            b"".join(_read_blocks(uri, files, digest, None)),
+            b"".join(_read_blocks(uri, files, None)),
             object_pairs_hook=build_object,
             strict=False,
         )
@@ -955,29 +950,13 @@ def _read_json_value(
         yield frame
 
 
-class _HashingReader:
-    """A file that updates a hash with the bytes that are read."""
-
-    closed = False
-
-    def __init__(self, file: Any, digest: Any) -> None:
-        self.file, self.digest = file, digest
-        self.seek, self.tell, self.close = file.seek, file.tell, file.close
-
-    def read(self, size: int) -> bytes:
-        content: bytes = self.file.read(size)
-        if self.digest is not None:
-            self.digest.update(content)
-        return content
-
-
 def _read_parquet(
-    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+    uri: str, files: Files, expressions: list[str], piece: FilePart | None
 ) -> Iterator[ParsedRows]:
     """Yield the rows of a Parquet file; arguments as in `read_frames`."""
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as file:
-        parquet = pq.ParquetFile(pa.PythonFile(_HashingReader(file, digest), mode="r"))
+        parquet = pq.ParquetFile(file)
         check_plain_types(parquet.schema_arrow, uri)
         columns, missing = select_columns(expressions, parquet.schema_arrow.names)
         groups = range(parquet.num_row_groups)

@@ -12,7 +12,6 @@ with its first reason, which names the column of the log.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -675,25 +674,20 @@ class SectionRows:
 
     rows: pl.DataFrame
     rejected: RejectCounts
-    hashes: dict[str, str]
-    """Hash of the parsed bytes of each file."""
 
 
 def read_section(section: Section, input_uri: str, files: list[str]) -> SectionRows:
     """Read files of a section, given relative to the input folder, in their order."""
     blocks = [pl.DataFrame(section.schema.empty_table())]
-    hashes: dict[str, str] = {}
     missing: list[dict[str, str]] = []
     rejected = RejectCounts()
     for file in files:
-        digest = hashlib.sha256()
-        for block in read_section_file(section, input_uri, file, digest):
+        for block in read_section_file(section, input_uri, file):
             blocks.append(pl.DataFrame(block.rows))
             rejected.add(RejectCounts.from_block(block))
             missing.append(block.missing)
-        hashes[file] = digest.hexdigest()
     check_missing(common_missing(missing), section.key.removesuffix("_id"), input_uri)
-    return SectionRows(pl.concat(blocks), rejected, hashes)
+    return SectionRows(pl.concat(blocks), rejected)
 
 
 def read_users(log: Log, input_uri: str, files: list[str]) -> SectionRows | None:
@@ -705,13 +699,11 @@ def read_users(log: Log, input_uri: str, files: list[str]) -> SectionRows | None
     return replace(read, rows=rows)
 
 
-def read_section_file(
-    section: Section, input_uri: str, file: str, digest: Any = None
-) -> Iterator[Block]:
+def read_section_file(section: Section, input_uri: str, file: str) -> Iterator[Block]:
     """Yield the rows of a file of a section in blocks."""
     uri = join(input_uri, file)
     texts = [*section.columns.values(), *filter(None, [section.where])]
-    for frame in read_frames(uri, section, texts, digest):
+    for frame in read_frames(uri, section, texts):
         frame = take_rows(frame, section.where, uri)
         rows = Rows(frame.with_missing, section.columns, uri)
         for name in section.schema.names:
@@ -733,7 +725,6 @@ def read_events(
     users: pl.DataFrame | None = None,
     piece: FilePart | None = None,
     piece_index: int = 0,
-    digest: Any = None,
 ) -> Iterator[Block]:
     """Yield the events of a file, or of a piece of it, in bounded blocks.
 
@@ -748,7 +739,6 @@ def read_events(
         piece: Part of the file; None for the whole file.
         piece_index: Index of the piece in the log, for times that are the
             order of rows.
-        digest: Hash that is updated with the parsed bytes, or None.
     """
     uri, schema = join(input_uri, file), log.schema.append(LOG_ROW)
     parser = EventParser(log, uri, users, piece_index)
@@ -768,7 +758,7 @@ def read_events(
     texts = [*log.lists, *log.columns.values(), *filter(None, [log.where])]
     required = [log.user, log.item, log.sequence, log.event_time.column, log.where]
     required += log.explode.values()
-    for index, frame in enumerate(read_frames(uri, log, texts, digest, piece)):
+    for index, frame in enumerate(read_frames(uri, log, texts, piece)):
         missing = {n: hint for n, hint in frame.missing.items() if n not in derived}
         for text in filter(None, required):
             for name in root_columns(text, derived) if index == 0 else ():

@@ -53,9 +53,8 @@ def make_timed_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
             f"{name}: {last.height:,} rows; dropped {rows.height - last.height:,} with "
             f"the id and time of a later row"
         )
-        tables[name] = run.tables.commit(
-            name, schema, [part], settings, read.hashes, info
-        )
+        inputs = {file: str(stamp) for file, stamp in stamps.items()}
+        tables[name] = run.tables.commit(name, schema, [part], settings, inputs, info)
     return tables
 
 

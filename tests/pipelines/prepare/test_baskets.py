@@ -165,7 +165,7 @@ def test_the_audit_finds_a_wrong_basket(
     [
         ({}, {"baskets": "request"}, "no 'request'"),
         ({}, {"baskets": "equal_times", "ties": "log_order"}, "ties strict"),
-        ({"request": "order"}, {"ties": "log_order"}, "'request'"),
+        ({"request": "order"}, {"ties": "log_order"}, "ties strict"),
         ({"time": {"unit": "order"}}, {"baskets": "equal_times"}, "clock times"),
     ],
 )

@@ -55,7 +55,7 @@ def read_all(
     broken: list[BrokenLine] = []
     for piece in split_file(str(path), files, size) if size else [None]:
         numbers: list[int] = []
-        for frame in read_frames(str(path), files, columns, None, piece):
+        for frame in read_frames(str(path), files, columns, piece):
             assert not frame.missing or size
             numbers.extend(frame.rows[ROW])
             numbers.extend(number for number, *_ in frame.broken)
