@@ -27,7 +27,6 @@ from core.schemas import (
     AsOfInfo,
     EventsInfo,
     ItemsInfo,
-    RetrievalInfo,
     SequencesInfo,
     Split,
 )
@@ -43,7 +42,7 @@ from pipelines.prepare.items.catalogue import make_items
 from pipelines.prepare.kinds.registry import KINDS, resolve_config
 from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.summary import collect_warnings, summarise
-from pipelines.prepare.reading.log import Log, describe_unread, load_source
+from pipelines.prepare.reading.log import Log, load_source
 from pipelines.prepare.run import OutputTables, Report, Run
 from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
@@ -111,12 +110,6 @@ def make_tables(options: PrepareOptions) -> Prepared:
         f"mean length {info.interactions / info.users:.2f}; "
         f"requests: {join_counts(info.requests)}"
     )
-    if isinstance(info, RetrievalInfo) and any(info.requests_without_history.values()):
-        print(
-            f"requests without history (each user's first): "
-            f"{join_counts(info.requests_without_history)}; skipped in training and "
-            f"evaluation"
-        )
     print(
         f"made in {time.perf_counter() - began:.1f} s: "
         f"{options.output}/{{events,items,sequences,rejects}} and "
@@ -196,8 +189,6 @@ def prepare(
         )
         grows = existing == "append"
         run = Run(source, input_uri, config, behaviour, report, executor, tables, grows)
-        for line in describe_unread(source, input_uri):
-            report(line)
         stack.enter_context(tables.clean_up_on_error(*TABLES, *source.timed))
         events, load_stats = make_events(run, partitions)
         split = _choose_split(run, events, load_stats)

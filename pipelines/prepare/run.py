@@ -126,9 +126,11 @@ class OutputTables:
             schema: Schema of the table.
             parts: Written parts, in the order of the table.
             settings: Settings of the table.
-            inputs: Hashes of the inputs of the table, by name.
+            inputs: Hashes of the tables that the table is made from, by name.
             info: Entries of the manifest's `info`.
         """
+        stamps = getattr(info, "stamps", {})
+        inputs = {**inputs, **{file: str(stamp) for file, stamp in stamps.items()}}
         table = make_table(
             self.table_uri(name),
             name,

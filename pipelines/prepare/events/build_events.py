@@ -218,8 +218,7 @@ def _read_files(
     )
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
-        inputs, users = dict(earlier.inputs if earlier else {}), None
-        inputs |= {file: str(stamps[file]) for file in (*files, *user_files)}
+        users = None
         if section := read_users(run.source, run.input, user_files):
             run.check_rejects(section.rejected, " of the user files")
             users = section.rows
@@ -277,7 +276,7 @@ def _read_files(
             run.source.schema,
             [part for part, _ in written],
             settings,
-            inputs,
+            {},
             info,
         )
         old_rejects: list[Part] = []
@@ -292,7 +291,7 @@ def _read_files(
         for summary in summaries:
             parts += summary.reject_parts
         rejects_info = RejectsInfo(stamps, len(old_rejects))
-        run.tables.commit("rejects", REJECTS, parts, settings, inputs, rejects_info)
+        run.tables.commit("rejects", REJECTS, parts, settings, {}, rejects_info)
     run.report(
         f"events: {pluralize(events.rows, 'row')} of "
         f"{pluralize(info.users, 'user')}, each in one part "

@@ -130,7 +130,7 @@ def make_items(
             schema,
             parts,
             settings,
-            {**inputs, **{file: str(stamp) for file, stamp in stamps.items()}},
+            inputs,
             info,
         )
     without_behaviours = ""

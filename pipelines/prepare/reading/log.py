@@ -13,7 +13,6 @@ expression of polars (`pl.sql_expr`). `rows.py` reads the files.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -30,10 +29,6 @@ from pipelines.prepare.reading.read import Files, check_condition, check_sql, li
 from pipelines.prepare.reading.times import Time
 from pipelines.prepare.settings.names import check_names, check_range
 
-MAPPING_SUFFIXES = (".yaml", ".yml")
-"""Suffixes of files that are not data, such as the mapping file itself."""
-MAX_NAMES = 5
-"""Maximum number of names of files, or of groups of files, in a message."""
 MAX_DELAY_MINUTES = 60 * 24 * 3660
 """Ten years. A longer delay is assumed to be in a wrong unit."""
 FORBID_EXTRA = {"extra": "forbid"}
@@ -548,28 +543,3 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
         return parse_log(content), prepare
     except UserError as error:
         raise UserError(f"{uri}: {error}", error.cause) from error
-
-
-def describe_unread(log: Log, input_uri: str) -> list[str]:
-    """Return a note on the files of the folder that the mapping does not read.
-
-    Files whose names differ in numbers share a pattern.
-    """
-    try:
-        read = {*log.event_files(input_uri), *log.user_files(input_uri)}
-        read |= {*log.item_files(input_uri)}
-        for section in log.timed.values():
-            read |= {*section.list_files(input_uri)}
-    except UserError:
-        return []  # reported by the step that reads these files
-    groups: dict[str, list[str]] = {}
-    for file in list_files(input_uri, "*", required=False, what="file"):
-        if file not in read and not file.lower().endswith(MAPPING_SUFFIXES):
-            groups.setdefault(re.sub(r"\d+", "*", file), []).append(file)
-    names = [
-        group[0] if len(group) == 1 else f"{pattern} ({len(group):,} files)"
-        for pattern, group in groups.items()
-    ]
-    if len(names) > MAX_NAMES:
-        names[MAX_NAMES - 1 :] = [f"{len(names) - MAX_NAMES + 1:,} more"]
-    return [f"note: no key of the mapping reads {', '.join(names)}"] if names else []

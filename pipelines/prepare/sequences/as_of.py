@@ -53,8 +53,7 @@ def make_timed_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
             f"{name}: {last.height:,} rows; dropped {rows.height - last.height:,} with "
             f"the id and time of a later row"
         )
-        inputs = {file: str(stamp) for file, stamp in stamps.items()}
-        tables[name] = run.tables.commit(name, schema, [part], settings, inputs, info)
+        tables[name] = run.tables.commit(name, schema, [part], settings, {}, info)
     return tables
 
 
