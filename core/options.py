@@ -14,9 +14,13 @@ docstring below a field is its help.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from inspect import cleandoc, getsource
+from itertools import pairwise
 from types import UnionType
 from typing import (
     Annotated,
@@ -39,12 +43,11 @@ from core.files import open_uri
 
 STRICT = ConfigDict(
     extra="forbid",
-    use_attribute_docstrings=True,
     allow_inf_nan=False,
     defer_build=True,
 )
-"""Settings of all configs: unknown keys, infinity and NaN are refused, docstrings are
-help, and validators are built when they are first used."""
+"""Settings of all configs: unknown keys, infinity and NaN are refused, and validators
+are built when they are first used."""
 
 Config = TypeVar("Config")
 
@@ -161,8 +164,22 @@ class Option(NamedTuple):
     """Type, or the members of a union of types."""
     default: Any
     """Default value; MISSING if the option is required."""
-    help: str
-    """Docstring of the field."""
+    config_class: Any
+    """Dataclass that has the option, or a subclass."""
+
+    @property
+    def help(self) -> str:
+        """Docstring below the field, which may be in a base class."""
+        name = self.key.rpartition(".")[2]
+        for base in self.config_class.__mro__:
+            with suppress(OSError, TypeError):  # the class is in no file
+                body = ast.parse(cleandoc(getsource(base))).body[0].body  # type: ignore[attr-defined]
+                for field, text in pairwise(body):
+                    target = getattr(field, "target", None)
+                    is_field = isinstance(target, ast.Name) and target.id == name
+                    if is_field and isinstance(text, ast.Expr):
+                        return cleandoc(ast.literal_eval(text.value))
+        return ""
 
 
 def list_types(hint: Any) -> tuple[Any, ...]:
@@ -190,17 +207,8 @@ def list_options(config_class: Any, prefix: str = "") -> Iterator[Option]:
             f"{prefix}{field.name}",
             list_types(hints[field.name]),
             default,
-            find_help(config_class, field.name),
+            config_class,
         )
-
-
-def find_help(config_class: Any, name: str) -> str:
-    """Return the docstring of a field, which may be of a base class."""
-    for base in config_class.__mro__:
-        described = vars(base).get("__pydantic_fields__", {}).get(name)
-        if described and described.description:
-            return str(described.description)
-    return ""
 
 
 def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
@@ -254,9 +262,19 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
 
 
 def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
-    """Return the nested values of `--config` files, then of the other words."""
-    content = nest(words, config_class)
-    return merge(read_configs(content.pop("config", [])), content)
+    """Return the nested values of a command line's words and of their files."""
+    return read_files(nest(words, config_class))
+
+
+def read_files(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested options over those of the YAML files under a section's `config`."""
+    options = {
+        key: read_files(value) if isinstance(value, Mapping) else value
+        for key, value in content.items()
+    }
+    files = options.pop("config", [])
+    files = files if isinstance(files, list) else [files]
+    return merge({}, *(read_files(read_yaml(file)) for file in files), options)
 
 
 def parse(config_class: type[Config], words: Sequence[str]) -> Config:

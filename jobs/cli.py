@@ -196,7 +196,7 @@ def build_config(job: ModuleType, content: dict[str, Any]) -> Any:
     if hasattr(job, "build_config"):
         return job.build_config(content)
     check_keys(job.Config, content)
-    if {"model", "tokenizer"} & {field.name for field in fields(job.Config)}:
+    if {"model", "tokenizer", "train"} & {field.name for field in fields(job.Config)}:
         say_loading("torch", "ray", "mlflow")
     return build(job.Config, content)
 

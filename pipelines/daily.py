@@ -10,26 +10,21 @@ packages are imported when a day runs, so that a config is checked early.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, replace
 from datetime import datetime
-from math import isnan
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from core.errors import UserError
-from core.files import hold_lock, join, read_json, write_file
-from core.options import STRICT, Folder, Fraction, check_known
-from core.schemas import (
-    DayRecord,
-    Inputs,
-    ItemsInfo,
-    SidsInfo,
-    Verdict,
-    parse_record,
-)
-from core.tables import Table, find_table
+from core.files import absolute, hold_lock, join, read_json, write_file
+from core.options import STRICT, Folder, Fraction, build, check_known, merge
 from models import registry
 from pipelines.comparison.config import ModelName
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
@@ -38,7 +33,8 @@ from pipelines.prepare.settings.config import PrepareOptions
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from models.training.checkpoint import Checkpoint
+    from core.schemas import DayRecord, ItemsInfo
+    from core.tables import Table
     from pipelines.evaluation.result import Result
     from pipelines.prepare.prepare import Prepared
     from pipelines.training.run import TrainingResult
@@ -49,7 +45,10 @@ DAYS = "days.json"
 
 @dataclass(config=STRICT, kw_only=True)
 class DailyConfig:
-    """Options of jobs.daily: the options of its steps, without their folders."""
+    """Options of jobs.daily: the options of its steps, without their folders.
+
+    A section is a mapping; the folders of its step are below `output`.
+    """
 
     output: Folder
     """Folder for tables, sids or text, runs, and `days.json`."""
@@ -74,6 +73,52 @@ class DailyConfig:
     default they are not registered. The best baseline is registered in place of a model
     that is below it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def build_steps(cls, given: Any) -> dict[str, Any]:
+        """Build the options of the steps from their sections and the day's folders."""
+        from pipelines.prepare.prepare import build_options
+
+        content = dict(given.kwargs or {} if isinstance(given, ArgsKwargs) else given)
+        output = absolute(str(content.get("output", "")))
+        tables, runs = join(output, "tables"), join(output, "runs")
+        folders = {"tables": tables}
+        for option, name in (("sids", "tokenize"), ("text", "encode")):
+            if content.get(name):
+                folders[option] = join(output, option)
+        training = {**folders, "storage": runs, "name": "day"}
+        steps: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+            "prepare": (build_options, {"output": tables, "append": True}),
+            "tokenize": (
+                partial(build, TokenizeConfig),
+                {"tables": tables, "output": folders.get("sids"), "extend": ""},
+            ),
+            "encode": (
+                partial(build, EncodeConfig),
+                {"tables": tables, "output": folders.get("text")},
+            ),
+            "train": (partial(build, TrainConfig), training),
+            "continue_training": (
+                partial(build, TrainConfig),
+                {**training, "init": runs},
+            ),
+        }
+        sections = {name: content.pop(name, None) or {} for name in steps}
+        for name, (build_step, fixed) in steps.items():
+            section = sections[name]
+            if not isinstance(section, Mapping):
+                raise UserError(f"{name} is {section!r:.200}; it must be a mapping")
+            for key in fixed:
+                if key in section:
+                    raise UserError(
+                        f"{name}.{key} is {section[key]!r:.200}; a day sets it"
+                    )
+            if name == "continue_training":
+                section = merge(sections["train"], section)
+            if section:
+                content[name] = build_step(merge(section, fixed), f"{name}.")
+        return content
+
 
 def process_day(config: DailyConfig) -> DayRecord:
     """Run the steps of the newest day that are not finished, and return its record.
@@ -83,11 +128,15 @@ def process_day(config: DailyConfig) -> DayRecord:
     training, evaluate the result, and register it if no metric drops too much.
     """
     from models.training.checkpoint import OtherTablesError
+    from models.training.loop import drop_undefined
+    from models.training_run import check_fit
+    from pipelines.comparison.verdicts import judge_results
     from pipelines.encode.extend import make_sids
     from pipelines.encode.texts import encode_log
     from pipelines.evaluation.ranking import measure_checkpoint
     from pipelines.prepare.audit.rules import audit_tables
     from pipelines.prepare.prepare import make_tables
+    from pipelines.prepare.reading.log import load_source
     from pipelines.training.run import run_training
 
     model_class = registry.find(config.train.model.name)
@@ -97,6 +146,15 @@ def process_day(config: DailyConfig) -> DayRecord:
             f"register is {config.register}, and the model '{model_class.name}' cannot "
             f"be served: {reason}"
         )
+    log, _ = load_source(config.prepare.source)
+    by = config.prepare.split.resolve(log.info.clock)
+    if by != "temporal":
+        raise UserError(f"prepare.split.by is '{by}', a day needs temporal")
+    labels = [*config.prepare.actions.tasks, *log.info.bool_labels]
+    labelled = SimpleNamespace(labels=labels)
+    for training in (config.train, config.continue_training):
+        check_fit(training.fit, model_class, labelled)
+    check_known(config.max_drop, model_class.metric_names(labelled), "max_drop")
     inputs, file = config.train.inputs, join(config.output, DAYS)
     busy = f"another process works on {config.output}; wait until it ends"
     with hold_lock(join(config.output, ".daily.lock"), busy):
@@ -139,7 +197,7 @@ def process_day(config: DailyConfig) -> DayRecord:
             running = accepted[-1]
             try:
                 if day.before is None:
-                    day.before = defined_metrics(measure(running.checkpoint))
+                    day.before = drop_undefined(measure(running.checkpoint).metrics)
                     day.running = running.name
                     save()
                 if model_class.trains_by_gradient:
@@ -157,14 +215,13 @@ def process_day(config: DailyConfig) -> DayRecord:
         trained = trained or run_training(replace(config.train, name=day.name))
         if day.after is None:
             results = [measure(trained.checkpoint)]
-            check_known(config.max_drop, results[0].metrics, "max_drop")
             day.baselines = []
             if not model_class.is_baseline:
                 if model_class.ranks == "catalogue":
                     results.append(measure(trained.checkpoint, unseen=True))
-                day.baselines = judge_results(results, inputs.tables, trained.best)
+                day.baselines = judge_results(results, inputs, trained.best)
             day.checkpoint = trained.checkpoint
-            day.after = defined_metrics(results[0])
+            day.after = drop_undefined(results[0].metrics)
             save()
         day.accepted = judge(config, day, trained)
         save()
@@ -173,6 +230,8 @@ def process_day(config: DailyConfig) -> DayRecord:
 
 def read_days(path: str) -> list[DayRecord]:
     """Read the records of the earlier days."""
+    from core.schemas import DayRecord, parse_record
+
     try:
         content = read_json(path) or []
     except ValueError as error:
@@ -186,9 +245,9 @@ def find_day(prepared: Prepared, days: list[DayRecord]) -> DayRecord:
     The name of a day is the date of its last event, in the time zone of the mapping,
     and the start of the tables' hash.
     """
-    split, time = prepared.sequences.info.split, prepared.source.time
-    if split.by != "temporal":
-        raise UserError(f"prepare.split.by is '{split.by}', a day needs temporal")
+    from core.schemas import DayRecord
+
+    time = prepared.source.time
     zone = ZoneInfo((time and time.zone) or "UTC")
     last = datetime.fromtimestamp(prepared.events.info.last_ms / 1000, zone)
     name = f"{last.date()}-{prepared.sequences.hash[:8]}"
@@ -201,44 +260,15 @@ def find_day(prepared: Prepared, days: list[DayRecord]) -> DayRecord:
 
 def update_tokenizer(config: TokenizeConfig, items: Table[ItemsInfo]) -> TokenizeConfig:
     """Extend semantic IDs of an earlier day, or replace those of a replaced table."""
+    from core.schemas import SidsInfo
+    from core.tables import find_table
+
     sids = find_table(join(config.output, "sids"), SidsInfo)
     if sids is None:
         return config
     if sids.info.items_hash in items.ancestry:
         return replace(config, extend=config.output)
     return replace(config, overwrite=True)
-
-
-def judge_results(
-    results: list[Result], tables: str, trained: Checkpoint
-) -> list[Verdict]:
-    """Compare results of a checkpoint on the day with models that need no training.
-
-    Args:
-        results: Result over all items, and of a model that ranks the catalogue also
-            without the items of the user's history.
-        tables: Folder of the tables.
-        trained: Content of the checkpoint.
-
-    Returns:
-        One verdict per ranking, against the best of these models. The ranking over all
-        items comes first if users often repeat items. Empty for a kind without such
-        models.
-    """
-    from pipelines.comparison.compare import REPEATS
-    from pipelines.comparison.verdicts import judge_result
-    from pipelines.evaluation.baselines import measure_baselines
-
-    rankings: list[dict[str, Any]] = [{}, {"unseen": True}][: len(results)]
-    all_baselines = measure_baselines(trained.name, Inputs(tables), "test", rankings)
-    verdicts = [
-        judge_result(result, baselines, trained.fit["metric"])
-        for result, baselines in zip(results, all_baselines, strict=True)
-        if baselines
-    ]
-    if verdicts and verdicts[0].repeats < REPEATS:
-        verdicts.reverse()
-    return verdicts
 
 
 def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
@@ -248,8 +278,7 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
     accepted. The decision is a tag of the training's MLflow run.
     """
     from pipelines import tracking
-    from pipelines.comparison.verdicts import BELOW, describe_verdict
-    from pipelines.evaluation.baselines import build_fit
+    from pipelines.comparison.verdicts import BELOW, build_fit, describe_verdict
     from pipelines.serving.registered_model import register
     from pipelines.training.run import run_training
 
@@ -303,9 +332,3 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
         version = register(run, config.register, metric)
         print(f"registered: version {version.version} of {config.register}")
     return True
-
-
-def defined_metrics(result: Result) -> dict[str, float]:
-    """Return the metrics of a result by name, without metrics that are NaN."""
-    metrics = result.metrics
-    return {name: value for name, value in metrics.items() if not isnan(value)}

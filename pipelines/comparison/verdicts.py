@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -25,20 +26,28 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from mlflow.artifacts import download_artifacts, list_artifacts
 from numpy.typing import NDArray
 
-from core.schemas import Verdict
+from core.schemas import Inputs, Verdict
+from models import registry
+from models.dataset.dataset import Dataset
+from models.evaluation import measure_examples
 from models.metrics.metric import lower_is_better
-from models.metrics.per_user_metrics import decode_values
+from models.metrics.per_user_metrics import decode_values, sampling_stride
+from models.retrieval.recommend import required_history
+from models.training.checkpoint import Checkpoint
+from models.training.fit_config import FitConfig
+from models.training_run import TrainingRun, resolve_config
 from pipelines.comparison.compare import (
     ALL_ITEMS,
     KNOWN_LEFT_OUT,
+    REPEATS,
     TEACHER,
     Comparison,
 )
-from pipelines.evaluation.baselines import Baseline
-from pipelines.evaluation.result import Result, artifact_name
+from pipelines.evaluation.result import Result, artifact_name, pop_per_user
 from pipelines.tracking import WEIGHTS_TAG
 
 DRAWS, CHUNK = 2000, 100
@@ -64,6 +73,9 @@ TIES = 0.5
 """GAUC of a shown order in which all results tie, as in a log without positions."""
 
 SHOWN_ORDER_NOTE = "The shown order is the present ranking's; clicks on it favour it."
+
+BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
+"""Examples per batch while a baseline counts, by the model's unit of examples."""
 
 DESCRIBED = ["row", "model", "label", "ranking"]
 """Columns of a row in the frame of differences."""
@@ -222,6 +234,77 @@ def load_per_user(uri: str, artifacts: str) -> dict[str, dict[str, Any]]:
             if metrics:
                 per_user[name] = metrics
     return per_user
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Metrics of one model without training."""
+
+    model: str
+    """Name of the model in the registry."""
+    name: str
+    """The column by which the model ranks, or its name in the registry."""
+    metrics: dict[str, float]
+    """Metrics on the split, by name."""
+    by_user: dict[str, dict[str, str]]
+    """Metrics per user, as in the result of an evaluation."""
+    is_shown_order: bool = False
+    """Whether it is the order that the log showed, which no model has to exceed."""
+
+
+def build_fit(name: str, **options: Any) -> FitConfig:
+    """Return the options with which a baseline counts in one pass."""
+    batch_size = BATCH_SIZES[registry.find(name).example_unit]
+    return FitConfig(batch_size=batch_size, **options)
+
+
+def judge_results(
+    results: list[Result], inputs: Inputs, trained: Checkpoint
+) -> list[Verdict]:
+    """Compare results of a checkpoint on test with the models without training.
+
+    The models are computed from the tables, and measured; nothing is written.
+
+    Args:
+        results: Result over all items, and of a model that ranks the catalogue also
+            without the items of the user's history.
+        inputs: Folders of the tables.
+        trained: Content of the checkpoint.
+
+    Returns:
+        One verdict per result. The ranking over all items comes first if users often
+        repeat items. Empty for a kind without such models.
+    """
+    inputs = Inputs(inputs.tables)
+    baselines: list[list[Baseline]] = [[] for _ in results]
+    for name in registry.find_baselines(registry.find(trained.name).kind.name):
+        config = resolve_config(registry.find(name).config_class(name=name), inputs)
+        run = TrainingRun.build(config, build_fit(name), inputs)
+        run.fit_in_one_pass()
+        model, sequences = run.model, run.catalogue.versions["sequences"]
+        for result, measured in zip(results, baselines, strict=True):
+            options = {"unseen": True} if result.options.get("unseen") else {}
+            history = required_history(config.max_history, options)
+            sums = measure_examples(
+                model,
+                Dataset.load(model, run.catalogue, "test", max_history=history),
+                batch_size=256,
+                device=torch.device("cpu"),
+                options={**options, "by_user": sampling_stride(sequences.rows)},
+            ).sums
+            by_user = pop_per_user(sums)
+            metrics, ranks_by = model.metric_means(sums), model.ranks_by or name
+            measured.append(
+                Baseline(name, ranks_by, metrics, by_user, model.is_diagnostic)
+            )
+    verdicts = [
+        judge_result(result, measured, trained.fit["metric"])
+        for result, measured in zip(results, baselines, strict=True)
+        if measured
+    ]
+    if verdicts and verdicts[0].repeats < REPEATS:
+        verdicts.reverse()
+    return verdicts
 
 
 def judge_result(result: Result, baselines: list[Baseline], metric: str) -> Verdict:

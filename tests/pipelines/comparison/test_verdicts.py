@@ -17,13 +17,13 @@ from pipelines.comparison.verdicts import (
     DRAWS,
     UNDECIDED,
     VERDICTS,
+    Baseline,
     bootstrap_intervals,
     describe_verdict,
     judge_difference,
     judge_result,
     measure_differences,
 )
-from pipelines.evaluation.baselines import Baseline
 from tests.fixtures.logged_runs import (
     evaluate_run,
     log_training,
