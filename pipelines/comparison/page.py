@@ -21,6 +21,7 @@ from core.errors import UserError
 from core.files import storage_errors, write_file
 from core.schemas import RunRef
 from models.metrics.metric import lower_is_better
+from models.search.metrics import WITHIN_POSITIONS
 from pipelines import tracking
 from pipelines.comparison.compare import (
     Comparison,
@@ -114,7 +115,7 @@ def to_html(table: Table) -> str:
 
 
 def describe_best(comparison: Comparison, differences: pl.DataFrame) -> str:
-    """Return sentences on the best run by validation: its verdict and its cost."""
+    """Return sentences on the best run by validation: its verdicts and its cost."""
     try:
         number = find_best_run(comparison)["row"]
     except UserError as error:
@@ -122,11 +123,18 @@ def describe_best(comparison: Comparison, differences: pl.DataFrame) -> str:
     row = comparison.rows.row(by_predicate=pl.col("row") == number, named=True)
     metric = f"val/{comparison.metric}"
     text = f"Best by validation: {row['label']}, {metric} {row[metric]:.4f}."
-    if len(differences):
-        for line in differences.filter(row=number, kind="baseline").rows(named=True):
+    bases = {
+        "baseline": ", the best model without training",
+        "shown": ", which clicks favour",
+    }
+    lines = differences.filter(row=number) if len(differences) else differences
+    for line in lines.rows(named=True):
+        if line["kind"] in bases:
             _, difference, interval, verdict = format_difference(line).values()
-            text += f" Against {line['base']}, the best model without "
-            text += f"training: {difference} (95% {interval}), {verdict}."
+            text += f" Against {line['base']}{bases[line['kind']]}: {difference} "
+            text += f"(95% {interval}), {verdict}."
+    within = row.get(f"test/{WITHIN_POSITIONS}")
+    text += "" if within is None else f" GAUC within shown positions: {within:.4f}."
     seconds, speed = row["train/total_seconds"], row["test/requests_per_s"]
     text += "" if seconds is None else f" Trained in {seconds:,.0f} s."
     return text if speed is None else f"{text} {speed:,.0f} requests/s on test."

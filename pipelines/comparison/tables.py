@@ -33,7 +33,6 @@ from pipelines.comparison.verdicts import (
     DRAWS,
     MIN_USERS,
     SHOWN_ORDER_NOTE,
-    TIES,
     VERDICTS,
     judge_difference,
 )
@@ -132,10 +131,7 @@ def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Ta
     if differences.is_empty():
         return []
     leading = leading_ranking(comparison.shown)
-    is_shown, ranking = pl.col("kind") == "shown", pl.col("ranking")
-    # in a log without positions, all results of the shown order tie
-    lines = differences.filter(~(is_shown & (pl.col("base_mean") == TIES)))
-    lines = lines.sort(ranking != leading, "position", "kind")
+    lines = differences.sort(pl.col("ranking") != leading, "position", "kind")
     cells = [
         {
             "run": line["label"],
@@ -161,7 +157,7 @@ def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Ta
         f"a student's teacher: differences per user, with a bootstrap over users "
         f"({DRAWS:,} draws). Below {MIN_USERS} users there is no verdict."
     )
-    if len(lines.filter(is_shown)):
+    if "shown" in lines["kind"]:
         notes.append(SHOWN_ORDER_NOTE)
     return [("On the same users", table, notes)]
 

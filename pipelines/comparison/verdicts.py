@@ -140,8 +140,8 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
 
     Returns:
         A line per kind and row: `kind`, `row` and its `position`, `model`, `label` and
-        `ranking`, the `base`, the `metric`, the number of `users`, `base_mean`, `mean`,
-        `low` and `high`. The frame is empty without metrics per user.
+        `ranking`, the `base`, the `metric`, the number of `users`, `mean`, `low`
+        and `high`. The frame is empty without metrics per user.
     """
     metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
     newest = comparison.runs.drop_nulls(f"test/{comparison.metric}").unique(
@@ -196,8 +196,10 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
         if not same or not len(same[0][0][2]):  # no request that the metric counts
             continue
         (users, _, counts), _ = same[0]
-        base_mean = np.mean([other[1] for _, other in same], 0)
-        difference = np.mean([run[1] for run, _ in same], 0) - base_mean
+        base_values = np.mean([other[1] for _, other in same], 0)
+        difference = np.mean([run[1] for run, _ in same], 0) - base_values
+        if kind == "shown" and base_values @ counts / counts.sum() == TIES:
+            continue
         name = "name" if kind == "teacher" else "model_label"
         line = {
             "kind": kind,
@@ -206,7 +208,6 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
             **{name: by_row[number][name] for name in DESCRIBED},
             "metric": metric,
             "users": len(counts),
-            "base_mean": float(base_mean @ counts / counts.sum()),
         }
         by_users.setdefault(users, []).append((line, difference, counts))
     tables = []

@@ -6,7 +6,7 @@
 
 A model that ranks a catalogue writes `recommendations`: the top K items after all
 behaviours of each user, or, for a split, after the history of each request, with the
-request's time and target. A model that ranks candidates writes `scores`: scores and
+request's time and targets. A model that ranks candidates writes `scores`: scores and
 labels of all candidates of a split's requests. All metrics of an evaluation can be
 computed from the table of its split.
 
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import absolute
+from core.ragged import gather_ranges, lengths_to_offsets
 from core.schemas import PredictionsInfo
 from core.tables import (
     Part,
@@ -71,19 +72,25 @@ RECOMMENDATIONS = pa.schema(
     ]
 )
 
-RANKED_REQUESTS = pa.schema(
-    [
-        USER_ID,
-        # index of the request among the `requests` of the user's row in `sequences`
-        pa.field("request", pa.int32(), nullable=False),
-        pa.field("timestamp_ms", pa.int64()),
-        pa.field("target", pa.string(), nullable=False),
-        # whether the target is in the history; metrics under first/ skip the request
-        pa.field("target_is_known", pa.bool_(), nullable=False),
-        ITEM_IDS,
-        RECOMMENDATIONS.field("score"),
-    ]
-)
+
+def ranked_requests_schema(has_baskets: bool) -> pa.Schema:
+    """Return the schema of `recommendations` with a row per request of a split."""
+    target = pa.field("target", pa.string(), nullable=False)
+    if has_baskets:
+        target = ITEM_IDS.with_name("targets")
+    return pa.schema(
+        [
+            USER_ID,
+            # index of the request among the `requests` of the user's row in `sequences`
+            pa.field("request", pa.int32(), nullable=False),
+            pa.field("timestamp_ms", pa.int64()),
+            target,
+            # whether a target is in the history; metrics under first/ skip the request
+            pa.field("target_is_known", pa.bool_(), nullable=False),
+            ITEM_IDS,
+            RECOMMENDATIONS.field("score"),
+        ]
+    )
 
 
 def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
@@ -218,34 +225,19 @@ class CatalogueInference(Inference):
     count_name = "below_k"
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
-        """Return user rows (B,), items (B, K) and scores (B, K).
-
-        For a split also request numbers, targets and repeats, (B,) each.
-        """
+        """Return user rows (B,), request numbers (B,), items and scores (B, K)."""
         k = self.task.config.k
         items, scores = self.model.recommend(batch, k, **self.recommend)
-        ranked = (batch.user_row, items, scores.float())
-        if self.task.split == "next":
-            return ranked
-        return *ranked, batch.request, batch.target, batch.repeats
+        return batch.user_row, batch.request, items, scores.float()
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
         """Return the columns of the table, and the number of short rankings."""
-        items, scores, *request = ranked
-        # by user, then by request
-        order = np.argsort(request[0] if request else user, kind="stable")
-        user, items, scores = user[order], items[order], scores[order]
+        order = np.argsort(ranked[0], kind="stable")  # by user, then by request
+        user = user[order]
+        number, items, scores = (values[order] for values in ranked)
         columns = [pc.take(self.users, pa.array(user - self.first_user))]
-        if request:
-            number, target, repeats = (values[order] for values in request)
-            index = request_index(number)
-            row = self.examples.request_offsets[user] + index
-            columns += [
-                pa.array(index, pa.int32()),
-                pa.array(self.examples.columns["request_time"][row]),
-                pc.take(self.items, pa.array(target)),
-                pa.array(repeats.astype(bool)),
-            ]
+        if self.task.split != "next":
+            columns += self.describe_requests(user, request_index(number))
         is_item = items >= 0  # (B, K); items are negative after a short ranking's end
         lengths = is_item.sum(1)  # (B,)
         offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
@@ -256,6 +248,25 @@ class CatalogueInference(Inference):
             for values in (item_ids, item_scores)
         ]
         return columns, int((lengths < self.task.config.k).sum())
+
+    def describe_requests(self, user: NDArray, index: NDArray) -> list[pa.Array]:
+        """Return index, time, targets and whether they are known of requests (B,)."""
+        log, first_row = self.examples.columns, self.examples.request_offsets[user]
+        row = first_row + index
+        target = pc.take(self.items, pa.array(log["target"][row]))
+        if "basket" in log:  # with a row per target
+            num_baskets = np.cumsum(log["basket"] > 0)
+            index = num_baskets[row] - num_baskets[first_row]
+            sizes = log["basket"][row]
+            items = pa.array(log["target"][gather_ranges(row, sizes)])
+            offsets = pa.array(lengths_to_offsets(sizes), pa.int32())
+            target = pa.ListArray.from_arrays(offsets, pc.take(self.items, items))
+        return [
+            pa.array(index, pa.int32()),
+            pa.array(log["request_time"][row]),
+            target,
+            pa.array(log["repeats"][row]),
+        ]
 
 
 class CandidateInference(Inference):
@@ -342,13 +353,8 @@ def infer_all(
         has_queries = "queries" in model_class.catalogue_class.tables["tables"]
         schema = scores_schema(labels, has_queries)
     elif config.split:
-        if sequences.info.baskets:
-            raise UserError(
-                f"split is {config.split}, but {sequences.uri} has baskets, and a "
-                f"recommendation has one target"
-            )
         ranked["split"] = config.split
-        schema = RANKED_REQUESTS
+        schema = ranked_requests_schema(sequences.info.baskets is not None)
     else:
         schema = RECOMMENDATIONS
     settings = {**ranked, "model": saved.model, **recommend}

@@ -10,6 +10,7 @@ import pytest
 
 from pipelines import tracking
 from pipelines.comparison.compare import ALL_ITEMS, KNOWN_LEFT_OUT, compare
+from pipelines.comparison.page import describe_best
 from pipelines.comparison.tables import Table, build_tables
 from pipelines.comparison.verdicts import (
     BELOW,
@@ -125,15 +126,18 @@ def test_each_ranking_is_compared_with_its_best_baseline(
         ("sasrec", low, low),
         ("sasrec", middle, high),
     ):
-        run = log_training(uri, name, {"name": name}, {"best/ndcg@10": 0.1})
+        value = 0.2 if name == "sasrec" else 0.1
+        run = log_training(uri, name, {"name": name}, {"best/ndcg@10": value})
         if name == "best_number":
             tracking.Logger(run).tag(**{tracking.RANKS_BY_TAG: "price, ascending"})
         first = {"first/examples": NUM_USERS * 0.7}
-        evaluate_run(run, plain, **first)
+        evaluate_run(run, plain, gauc_within_positions=0.61, **first)
         evaluate_run(run, unseen, options={"unseen": True}, **first)
     log_training(uri, "sasrec", {"name": "sasrec"}, {"best/ndcg@10": 0.1})
 
-    _, table, notes = find_table(uri, "On the same users")
+    comparison = compare(uri)
+    differences = measure_differences(comparison)
+    (_, table, notes), _ = build_tables(comparison, differences)
 
     columns = ["run", "ranking", "against", "verdict"]
     assert table.select(columns).rows() == [
@@ -146,6 +150,10 @@ def test_each_ranking_is_compared_with_its_best_baseline(
     assert "30.0% of the test requests" in notes[0]
     assert "ranking of all items comes first" in notes[0]
     assert "clicks on it favour it" in notes[-1]
+    answer = describe_best(comparison, differences)
+    assert "Against price, ascending" in answer
+    assert "Against shown_order" in answer
+    assert "positions: 0.6100" in answer
 
 
 def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:

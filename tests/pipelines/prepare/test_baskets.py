@@ -5,17 +5,24 @@ from __future__ import annotations
 import random
 from bisect import bisect
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core.errors import UserError
-from core.schemas import SequencesInfo
+from core.schemas import Inputs, SequencesInfo
 from core.tables import open_table
 from models.retrieval.requests import RETRIEVAL
+from models.training import checkpoint
+from models.training.fit_config import FitConfig
+from pipelines.evaluation.config import EvaluateConfig
+from pipelines.evaluation.inference import infer_all
+from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import load_split, prepare_log, read_rows, write_rows
+from tests.fixtures.trainings import build_training
 
 MAPPING: Row = {
     "files": "log.jsonl",
@@ -24,6 +31,7 @@ MAPPING: Row = {
     "time": {"column": "ms", "unit": "ms"},
     "prepare": {"core": 0, "duplicates": "keep", "split": {"by": "temporal"}},
 }
+SASREC: Row = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
 KINDS: dict[str, Row] = {"request": {"request": "order"}, "equal_times": {}}
 
 
@@ -135,6 +143,39 @@ def test_training_learns_each_target_and_an_evaluation_ranks_each_basket_once(
                 found.append(example)
         assert sorted(found) == sorted(expected)
         assert expected
+
+
+def test_batch_inference_writes_a_row_per_basket_with_all_its_targets(
+    tables: tuple[str, Path], tmp_path: Path
+) -> None:
+    _, path = tables
+    run = build_training(SASREC, FitConfig(batch_size=8), Inputs(str(path)))
+    checkpoint.save(str(tmp_path / "sasrec"), run.model, run.checkpoint(epoch=1))
+    config = EvaluateConfig(
+        checkpoint=str(tmp_path / "sasrec"), tables=str(path), split="test"
+    )
+    infer_all(replace(config, batch_inference=str(tmp_path / "out"), k=10))
+
+    ids = [row["item_id"] for row in read_rows(path, "items")]
+    expected = [
+        {
+            "user_id": user["user_id"],
+            "request": number,
+            "timestamp_ms": request["timestamp_ms"],
+            "targets": [ids[item] for item in request["candidates"]],
+        }
+        for user in read_rows(path, "sequences")
+        for number, request in enumerate(user["requests"])
+        if request["split"] == "test" and request["history_end"]
+    ]
+    rows = read_rows(tmp_path, "out")
+    assert [{name: row[name] for name in expected[0]} for row in rows] == expected
+    recalls = [
+        len({*row["targets"]} & {*row["item_id"]}) / min(10, len(row["targets"]))
+        for row in rows
+    ]
+    recall = sum(recalls) / len(recalls)
+    assert evaluate(config)[0].metrics["recall@10"] == pytest.approx(recall)
 
 
 def drop_a_target(rows: list[Row], info: Row) -> None:
