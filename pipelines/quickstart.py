@@ -161,7 +161,7 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     extra = plan_extra(config, home, flow.extra, prepared.items)
     requests, page = prepared.sequences.info.requests, home / "compare.html"
     compare = CompareConfig(
-        experiment=[f"{kind}/{name}"],
+        experiment=f"{kind}/{name}",
         html=str(page),
         tracking_uri=resolve_uri(None, str(home / "runs")),
     )

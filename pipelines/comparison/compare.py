@@ -1,6 +1,6 @@
 """Group MLflow runs that differ only in their seed into rows, best first.
 
-    comparison = compare(uri, ["retrieval/DATASET"])
+    comparison = compare(uri, "retrieval/DATASET")
     comparison.rows.select("name", "test/ndcg@10", "test/ndcg@10 ±")
 
 A training that was evaluated with several options, such as all items and known items
@@ -73,48 +73,40 @@ class Comparison:
     metric: str
     """Metric that sorts the rows, without its split."""
     rows: pl.DataFrame
-    """A line per group (`summarise`), with teachers of a sweep's trials at the end."""
+    """A line per group (`summarise`)."""
     runs: pl.DataFrame
     """A line per training and options of its evaluations, with its group in `row`."""
     notes: list[str]
     """Notes on runs that were left out."""
 
-    @property
-    def shown(self) -> pl.DataFrame:
-        """Rows without teachers of a sweep's trials."""
-        return self.rows.filter(~pl.col("is_teacher"))
-
 
 def compare(
     uri: str,
-    experiments: Sequence[str] = (),
+    experiment: str | None = None,
     sweep: str | None = None,
     runs: Sequence[str] = (),
     metric: str | None = None,
 ) -> Comparison:
-    """Compare the trainings of experiments, the trials of a sweep, or single runs.
+    """Compare the trainings of an experiment, the trials of a sweep, or single runs.
 
     Args:
         uri: Tracking URI.
-        experiments: Names of the experiments to search; empty for all.
+        experiment: Name of the experiment to search; None for all.
         sweep: Name or id of the sweep whose trials are compared.
         runs: Names or ids of the compared runs.
         metric: Metric that sorts the rows, without its split. By default the metric of
             the sweep, else gauc, mean/normalised_entropy or ndcg@10, whichever of them
             the runs have first.
     """
-    all_runs = read_runs(uri, experiments)
-    trainings, sweep_run = filter_trainings(all_runs), None
-    title, notes = ", ".join(experiments) or "all experiments", []
-    teachers = trainings.clear()
+    all_runs = read_runs(uri, [experiment] if experiment else [])
+    trainings = filter_trainings(all_runs)
+    title, notes, defaults = experiment or "all experiments", [], []
     if sweep:
         sweep_run = find_run(filter_sweeps(all_runs), sweep, "sweep", uri)
         title = f"{sweep_run['experiment']}: {sweep_run['name']}"
         notes = describe_incomplete(sweep_run)
-        trials = trainings.filter(pl.col(tracking.PARENT_TAG) == sweep_run["id"])
-        hashes = trials["model.teacher_hash"].drop_nulls().to_list()
-        teachers = trainings.filter(pl.col(tracking.WEIGHTS_TAG).is_in(hashes))
-        trainings = trials
+        trainings = trainings.filter(pl.col(tracking.PARENT_TAG) == sweep_run["id"])
+        defaults = [(sweep_run["sweep.metric"] or "").split("/", 1)[-1]]
     elif runs:
         ids = [find_run(trainings, name, "run", uri)["id"] for name in runs]
         selected = pl.DataFrame({"id": ids})
@@ -125,29 +117,20 @@ def compare(
     if trainings.is_empty():
         details = "".join(f"; {note}" for note in notes)
         raise UserError(f"the experiment '{title}' at {uri} has no runs{details}")
-    both = [
-        table.with_columns(is_teacher=pl.lit(is_teacher))
-        for table, is_teacher in ((trainings, False), (teachers, True))
-    ]
-    grouped = join_evaluations(pl.concat(both), read_evaluations(all_runs))
-    grouped = number_rows(grouped)
-    names = measured_metrics(grouped.filter(~pl.col("is_teacher")))
-    if not names and "FINISHED" not in trainings["status"]:
+    grouped = number_rows(join_evaluations(trainings, read_evaluations(all_runs)))
+    measured = {name.split("/", 1)[1] for name in measured_metrics(grouped)}
+    if not measured and "FINISHED" not in trainings["status"]:
         raise UserError(f"no run of {title} at {uri} is finished")
-    measured = {name.split("/", 1)[1] for name in names}
     if metric is not None and metric not in measured:
         raise UserError(f"no run of {title} has the metric '{metric}' on val or test")
-    if metric is None and sweep_run:
-        metric = (sweep_run["sweep.metric"] or "").split("/", 1)[-1]
-    if not metric:
-        defaults = ("gauc", "mean/normalised_entropy")
+    if metric is None:
+        defaults += ["gauc", "mean/normalised_entropy"]
         metric = next((name for name in defaults if name in measured), "ndcg@10")
     columns = {f"val/{metric}": pl.Float64, f"test/{metric}": pl.Float64}
     grouped = pl.concat([grouped, pl.DataFrame(schema=columns)], how="diagonal")
-    rows = summarise(grouped, "row")
+    rows = summarise(grouped)
     sign = 1 if lower_is_better(metric) else -1
     rows = rows.sort(
-        "is_teacher",
         "is_diagnostic",
         pl.col("ranking") != leading_ranking(rows),
         sign * pl.col(f"test/{metric}"),
@@ -163,32 +146,33 @@ def join_evaluations(
 ) -> pl.DataFrame:
     """Return a line per training and options of its evaluations, with all metrics.
 
-    The newest evaluation with the same options counts, and a training's own validation
-    counts more than the one of an evaluation without options.
+    The newest evaluation on test with the same options counts, and a training's own
+    validation counts more than that of an evaluation without options.
     """
-    keys = ["training", "options"]
-    on_test = pl.col("evaluation", "artifacts").filter(pl.col("split") == "test")
-    measured = evaluations.group_by(keys, maintain_order=True).agg(
-        pl.col("is_unseen").first(),
-        cs.float().drop_nulls().last(),
-        on_test.last(),
-    )
     trainings = trainings.rename({"id": "training"})
-    plain = trainings.select("training", options=pl.lit(""))
-    lines = pl.concat([plain, measured.select(keys)]).unique(maintain_order=True)
-    runs = trainings.join(lines, on="training", maintain_order="left_right")
-    runs = runs.join(measured, keys, "left", suffix=" now", maintain_order="left")
-    metrics = []
-    for name in cs.expand_selector(measured, cs.float() - cs.by_name("val/epoch")):
-        own, now = pl.when(pl.col("options") == "").then(name), pl.col(f"{name} now")
-        order = [own, now] if name.startswith("val/") else [now, own]
-        metrics.append(pl.coalesce(order).alias(name))
-    return runs.with_columns(
-        *metrics,
-        pl.col("is_unseen").fill_null(False),
-        pl.col("evaluation").fill_null(pl.col("training")),
-        artifacts=pl.coalesce("artifacts now", "artifacts"),
-    ).drop(cs.ends_with(" now"))
+    val, test = "^val/.*$", "^test/.*$"
+    own = trainings.select(
+        "training",
+        "artifacts",
+        val,
+        test,
+        evaluation="training",
+        options=pl.lit(""),
+        is_unseen=pl.lit(False),
+    )
+    is_counted = pl.col("split").ne_missing("val")
+    measured = (
+        pl.concat([own, evaluations], how="diagonal")
+        .group_by("training", "options", maintain_order=True)
+        .agg(
+            pl.col("is_unseen").first(),
+            pl.col(val).drop_nulls().first(),
+            pl.col(test).drop_nulls().last(),
+            pl.col("evaluation", "artifacts").filter(is_counted).last(),
+        )
+    )
+    trainings = trainings.drop("artifacts", cs.matches(val) | cs.matches(test))
+    return trainings.join(measured, on="training", maintain_order="left_right")
 
 
 def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
@@ -225,7 +209,7 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
     ]
     params.append("checkpoint")
     log = ["experiment", "table.items", "table.sequences", "ranking"]
-    of_model = ["is_teacher", "experiment", "model"]
+    of_model = ["experiment", "model"]
     settings = [
         pl.when(pl.col(name).n_unique().over(of_model) > 1).then(
             pl.format(
@@ -248,28 +232,28 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
     return runs.with_columns(row=row)
 
 
-def summarise(runs: pl.DataFrame, key: str) -> pl.DataFrame:
-    """Return a line per value of a column: the first run's, and means over seeds.
+def summarise(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return a line per `row` of runs: the first run's, and means over seeds.
 
     Of the runs of a seed the newest one counts. The sample standard deviation of the
     metric `m` is in the column `m ±`. `label` is the name after the model's name.
     """
-    newest = runs.group_by(key, "repeat", maintain_order=True).agg(
-        cs.float().drop_nulls().last(), newest=pl.col("evaluation").last()
+    newest = runs.group_by("row", "repeat", maintain_order=True).agg(
+        cs.float().drop_nulls().last()
     )
-    metrics = newest.group_by(key, maintain_order=True).agg(
-        cs.float().mean(), cs.float().std().name.suffix(" ±"), "newest"
+    metrics = newest.group_by("row", maintain_order=True).agg(
+        cs.float().mean(), cs.float().std().name.suffix(" ±")
     )
-    texts = runs.group_by(key).agg(
+    texts = runs.group_by("row").agg(
         pl.col("name").alias("names"),
         seeds=pl.col("seed").unique().sort().str.join(", "),
         num_seeds=pl.col("seed").n_unique(),
         num_runs=pl.len(),
         num_unfinished=(pl.col("status") != "FINISHED").sum(),
     )
-    rows = runs.unique(key, keep="first", maintain_order=True).drop(cs.float())
+    rows = runs.unique("row", keep="first", maintain_order=True).drop(cs.float())
     for table in (texts, metrics):
-        rows = rows.join(table, on=key, maintain_order="left")
+        rows = rows.join(table, on="row", maintain_order="left")
     names = [
         name_runs(*line) for line in rows.select("names", "model", "options").rows()
     ]
@@ -324,13 +308,8 @@ def leading_ranking(rows: pl.DataFrame) -> str:
 def find_best_run(comparison: Comparison) -> dict[str, Any]:
     """Return the finished run that is best on validation."""
     metric = f"val/{comparison.metric}"
-    runs = comparison.rows.select("row").join(
-        comparison.runs, on="row", maintain_order="left"
-    )
-    runs = runs.filter(
-        ~pl.col("is_teacher") & ~pl.col("is_diagnostic") & pl.col(metric).is_not_null(),
-        options="",
-        status="FINISHED",
+    runs = comparison.runs.drop_nulls(metric).filter(
+        ~pl.col("is_diagnostic"), options="", status="FINISHED"
     )
     if runs.is_empty():
         raise UserError(f"no finished run of {comparison.title} has {metric}")

@@ -18,8 +18,8 @@ ModelName = Annotated[str, Field(pattern="^[^/:]+$")]
 class CompareConfig:
     """Options of jobs.compare."""
 
-    experiment: list[str] = field(default_factory=list)
-    """MLflow experiment whose runs are compared: KIND/DATASET; may be repeated."""
+    experiment: str | None = None
+    """MLflow experiment whose runs are compared: KIND/DATASET."""
     sweep: str | None = None
     """Sweep whose trials are compared: its name or the id of its MLflow run."""
     run: list[str] = field(default_factory=list)
@@ -46,8 +46,3 @@ class CompareConfig:
             raise ValueError("no experiment, sweep or run is given, so no runs")
         if self.sweep and self.run:
             raise ValueError(f"both sweep {self.sweep} and run {self.run[0]} are given")
-        if self.register and not (self.sweep or self.run) and len(self.experiment) > 1:
-            raise ValueError(
-                f"register {self.register} takes the best run of one experiment, and "
-                f"{len(self.experiment)} are given"
-            )

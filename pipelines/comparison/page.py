@@ -1,6 +1,7 @@
 """Build a self-contained HTML page of a comparison: the answer, tables and plots.
 
-    page = build_page([comparison], [measure_differences(comparison)], tables)
+    differences = measure_differences(comparison)
+    page = build_page(comparison, differences, build_tables(comparison, differences))
 
 The page loads nothing from the network. A model has one colour in all plots.
 """
@@ -60,33 +61,24 @@ td:nth-child(-n + 2), th:nth-child(-n + 2) { text-align: left; }
 
 
 def build_page(
-    comparisons: Sequence[Comparison],
-    differences: Sequence[pl.DataFrame],
-    tables: Sequence[Table],
+    comparison: Comparison, differences: pl.DataFrame, tables: Sequence[Table]
 ) -> str:
     """Build a page: the answer, differences to the best baseline, tables and curves.
 
     Args:
-        comparisons: Rows of each experiment.
-        differences: Output of `measure_differences` for each comparison.
-        tables: All tables.
+        comparison: Rows of the models.
+        differences: Output of `measure_differences`.
+        tables: Output of `build_tables`.
 
     Returns:
         The HTML document.
     """
-    models = dict.fromkeys(
-        model for comparison in comparisons for model in comparison.rows["model"]
-    )
+    models = comparison.rows["model"].unique(maintain_order=True)
     colours = {
         escape(model): COLOURS[number % len(COLOURS)]
         for number, model in enumerate(models)
     }
-    title = escape(", ".join(comparison.title for comparison in comparisons))
-    first, last = "", ""
-    for comparison, measured in zip(comparisons, differences, strict=True):
-        answer = escape(describe_best(comparison, measured))
-        first += f"<p class=answer>{answer}</p>\n{draw_differences(measured, colours)}"
-        last += draw_curves(comparison, colours)
+    title = escape(comparison.title)
     return f"""<!doctype html>
 <html lang=en>
 <meta charset=utf-8>
@@ -97,8 +89,11 @@ def build_page(
 <script>{get_plotlyjs()}</script>
 <body>
 <h1>{title}</h1>
-{first}{"".join(map(to_html, tables))}{last}
-<p class=notes>from {escape(comparisons[0].uri)}</p>
+<p class=answer>{escape(describe_best(comparison, differences))}</p>
+{draw_differences(differences, colours)}
+{"".join(map(to_html, tables))}
+{draw_curves(comparison, colours)}
+<p class=notes>from {escape(comparison.uri)}</p>
 </body></html>
 """
 
@@ -215,7 +210,7 @@ def draw_differences(differences: pl.DataFrame, colours: Mapping[str, str]) -> s
 def draw_curves(comparison: Comparison, colours: Mapping[str, str]) -> str:
     """Draw validation and training loss of the best rows over steps, a line per run."""
     client, metric = tracking.connect(comparison.uri), f"val/{comparison.metric}"
-    rows = comparison.shown.filter(pl.col(metric).is_not_null(), options="")
+    rows = comparison.rows.filter(pl.col(metric).is_not_null(), options="")
     descending = not lower_is_better(metric)
     rows = rows.sort(metric, descending=descending, maintain_order=True)
     runs = (
@@ -260,36 +255,26 @@ def draw_curves(comparison: Comparison, colours: Mapping[str, str]) -> str:
     )
 
 
-def compare_runs(config: CompareConfig) -> list[Comparison]:
-    """Print tables of runs, write the requested files, and register the best run.
-
-    Returns:
-        A comparison per experiment, whose `rows` are a frame.
-    """
+def compare_runs(config: CompareConfig) -> Comparison:
+    """Print tables of runs, write the requested files, and register the best run."""
     uri = tracking.find_store(config.tracking_uri)
-    experiments = [[name] for name in config.experiment]
-    if config.sweep or config.run:
-        experiments = [config.experiment]
-    comparisons = [
-        compare(uri, names, config.sweep, config.run, config.metric)
-        for names in experiments
-    ]
-    differences = list(map(measure_differences, comparisons))
-    tables = []
-    for pair in zip(comparisons, differences, strict=True):
-        tables += build_tables(*pair)
+    comparison = compare(
+        uri, config.experiment, config.sweep, config.run, config.metric
+    )
+    differences = measure_differences(comparison)
+    tables = build_tables(comparison, differences)
     shown = tables if config.all else map(shorten, tables)
     print("\n".join(map(to_markdown, shown)))
     if config.html:
-        page = build_page(comparisons, differences, tables)
+        page = build_page(comparison, differences, tables)
         with storage_errors(config.html):
             write_file(config.html, page.encode())
         print(f"page written to {config.html}")
     if config.register:
         from pipelines.serving.registered_model import register
 
-        name, metric = config.register, f"val/{comparisons[0].metric}"
-        best = find_best_run(comparisons[0])
+        name, metric = config.register, f"val/{comparison.metric}"
+        best = find_best_run(comparison)
         best_run = RunRef(uri, best["experiment"], best["training"])
         version = register(best_run, name, metric, config.trust_code).version
         print(
@@ -298,7 +283,7 @@ def compare_runs(config: CompareConfig) -> list[Comparison]:
             f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')"
         )
     print(f"look at it: {tracking.view_command(uri)}")
-    return comparisons
+    return comparison
 
 
 def shorten(table: Table) -> Table:

@@ -69,7 +69,7 @@ def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Tabl
         comparison: Rows, best first.
         differences: Output of `measure_differences`.
     """
-    rows, measured = comparison.shown, measured_metrics(comparison.shown)
+    rows, measured = comparison.rows, measured_metrics(comparison.rows)
     metrics = [*find_metrics(RequestMetric), *find_metrics(CatalogueMetric)]
     known = {f"test/{metric.name}": metric.compared for metric in metrics}
     compared: list[str] = []
@@ -130,8 +130,8 @@ def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Ta
     """Return the table of differences on the same users, or [] if there are none."""
     if differences.is_empty():
         return []
-    leading = leading_ranking(comparison.shown)
-    lines = differences.sort(pl.col("ranking") != leading, "position", "kind")
+    leading = leading_ranking(comparison.rows)
+    lines = differences.sort(pl.col("ranking") != leading, maintain_order=True)
     cells = [
         {
             "run": line["label"],
@@ -144,7 +144,7 @@ def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Ta
     table = pl.DataFrame(cells)
     if ranking_is_single(lines):
         table = table.drop("ranking")
-    notes, share = [], repeat_share(comparison.shown)
+    notes, share = [], repeat_share(comparison.rows)
     if share is not None:
         which = "of all items" if leading == ALL_ITEMS else "without known items"
         notes.append(
@@ -153,9 +153,9 @@ def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Ta
             f"as misses of every model."
         )
     notes.append(
-        "Against the best model without training of each ranking, by test, and against "
-        f"a student's teacher: differences per user, with a bootstrap over users "
-        f"({DRAWS:,} draws). Below {MIN_USERS} users there is no verdict."
+        "Against the best model without training of each ranking, by test: differences "
+        f"per user, with a bootstrap over users ({DRAWS:,} draws). Below {MIN_USERS} "
+        "users there is no verdict."
     )
     if "shown" in lines["kind"]:
         notes.append(SHOWN_ORDER_NOTE)

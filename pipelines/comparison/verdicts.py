@@ -2,10 +2,9 @@
 
     differences = measure_differences(comparison)
 
-`jobs.evaluate` stores a metric per user. Differences per user are averaged over pairs
-of runs of any seed, users are drawn with replacement `DRAWS` times, and the interval
-holds the middle 95% of the mean differences. The interval covers the choice of users,
-not of seeds.
+`jobs.evaluate` stores a metric per user, which is averaged over the runs of a row.
+Users are drawn with replacement `DRAWS` times, and the interval holds the middle 95% of
+the mean differences. The interval covers the choice of users, not of seeds.
 
 A baseline is a model whose class has `is_baseline`. Each log and ranking has its own
 best baseline, chosen on test, which favours the baseline.
@@ -20,7 +19,6 @@ import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +42,9 @@ from pipelines.comparison.compare import (
     ALL_ITEMS,
     KNOWN_LEFT_OUT,
     REPEATS,
-    TEACHER,
     Comparison,
 )
 from pipelines.evaluation.result import Result, artifact_name, pop_per_user
-from pipelines.tracking import WEIGHTS_TAG
 
 DRAWS, CHUNK = 2000, 100
 """Number of draws of the bootstrap, and of draws that are computed at once."""
@@ -133,83 +129,52 @@ def judge_difference(
 
 
 def measure_differences(comparison: Comparison) -> pl.DataFrame:
-    """Return the differences of rows on the same users.
+    """Return the differences of rows to their bases on the same users, best row first.
 
-    A row is compared with its base: of the `kind` `baseline` the best baseline of its
-    log, `shown` the order that the log showed, and `teacher` the row of its teacher.
+    A row is compared with two bases: of the `kind` `baseline` the best baseline of its
+    log and ranking, and `shown` the order that the log showed.
 
     Returns:
-        A line per kind and row: `kind`, `row` and its `position`, `model`, `label` and
-        `ranking`, the `base`, the `metric`, the number of `users`, `mean`, `low`
-        and `high`. The frame is empty without metrics per user.
+        A line per row and kind: `kind`, `row`, `model`, `label` and `ranking`, the
+        `base`, the `metric`, the number of `users`, `mean`, `low` and `high`. The frame
+        is empty without metrics per user.
     """
     metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
     newest = comparison.runs.drop_nulls(f"test/{comparison.metric}").unique(
         ["row", "repeat"], keep="last", maintain_order=True
     )
-    runs: dict[int, list[dict[str, Any]]] = {}
-    teachers: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in newest.iter_rows(named=True):
-        runs.setdefault(run["row"], []).append(run)
-        teachers.setdefault((run[WEIGHTS_TAG], run["options"]), []).append(run)
-    by_row = {
-        row["row"]: row
-        for row in comparison.rows.iter_rows(named=True)
-        if row["row"] in runs
-    }
-    bases: dict[tuple[str, str], int] = {}  # row of each kind and log
-    for row in by_row.values():
+    with ThreadPoolExecutor() as threads:
+        load = partial(load_per_user, comparison.uri)
+        loaded = list(threads.map(load, newest["artifacts"]))
+    measured: dict[int, list[dict[str, str]]] = {}  # of the runs of each row
+    for row_number, by_metric in zip(newest["row"], loaded, strict=True):
+        if metric in by_metric:
+            measured.setdefault(row_number, []).append(by_metric[metric])
+    rows = comparison.rows.filter(pl.col("row").is_in(list(measured)))
+    bases: dict[tuple[str, str], dict[str, Any]] = {}  # of each kind and log
+    for row in rows.rows(named=True):
         for kind, name in (("baseline", "is_baseline"), ("shown", "is_diagnostic")):
             if row[name]:
-                bases.setdefault((kind, row["log"]), row["row"])
-    pairs: dict[tuple[str, int, int], list[tuple[Any, Any]]] = {}
-    for number, row in by_row.items():
-        if row["is_baseline"] or row["is_diagnostic"] or row["is_teacher"]:
-            continue
-        for (kind, log), base in bases.items():
-            if log == row["log"]:
-                pairs[kind, number, base] = list(product(runs[number], runs[base]))
-        for run in runs[number]:
-            for other in teachers.get((run[TEACHER], run["options"]), []):
-                if run[TEACHER]:
-                    key = "teacher", number, other["row"]
-                    pairs.setdefault(key, []).append((run, other))
-    used = {
-        run["evaluation"]: run["artifacts"]
-        for of_rows in pairs.values()
-        for run in chain(*of_rows)
-    }
-    with ThreadPoolExecutor() as threads:
-        loaded = threads.map(partial(load_per_user, comparison.uri), used.values())
-    per_user = {}
-    for name, by_split in zip(used, loaded, strict=True):
-        if encoded := by_split.get(artifact_name("test"), {}).get(metric):
-            per_user[name] = encoded["users"], *decode_values(encoded)
-    positions = {number: position for position, number in enumerate(by_row)}
+                bases.setdefault((kind, row["log"]), row)
     by_users: dict[str, list[tuple[Any, ...]]] = {}
-    for (kind, number, base), of_rows in pairs.items():
-        values = [
-            (per_user.get(run["evaluation"]), per_user.get(other["evaluation"]))
-            for run, other in of_rows
-        ]
-        same = [(x, y) for x, y in values if x and y and x[0] == y[0]]
-        if not same or not len(same[0][0][2]):  # no request that the metric counts
-            continue
-        (users, _, counts), _ = same[0]
-        base_values = np.mean([other[1] for _, other in same], 0)
-        difference = np.mean([run[1] for run, _ in same], 0) - base_values
-        if kind == "shown" and base_values @ counts / counts.sum() == TIES:
-            continue
-        name = "name" if kind == "teacher" else "model_label"
-        line = {
-            "kind": kind,
-            "position": positions[number],
-            "base": by_row[base][name],
-            **{name: by_row[number][name] for name in DESCRIBED},
-            "metric": metric,
-            "users": len(counts),
-        }
-        by_users.setdefault(users, []).append((line, difference, counts))
+    for row in rows.filter(is_baseline=False, is_diagnostic=False).rows(named=True):
+        users, counts, values = average_runs(measured[row["row"]])
+        for (kind, log), base in bases.items():
+            base_users, _, base_values = average_runs(measured[base["row"]])
+            base_mean = base_values @ counts / counts.sum()
+            if log != row["log"] or base_users != users:
+                continue
+            if kind == "shown" and base_mean == TIES:
+                continue
+            line = {
+                "kind": kind,
+                **{name: row[name] for name in DESCRIBED},
+                "base": base["model_label"],
+                "metric": metric,
+                "users": len(counts),
+            }
+            difference = values - base_values
+            by_users.setdefault(users, []).append((line, difference, counts))
     tables = []
     for same_users in by_users.values():
         lines, differences, all_counts = zip(*same_users, strict=True)
@@ -219,22 +184,26 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
     return pl.concat(tables, how="vertical_relaxed") if tables else pl.DataFrame()
 
 
-def load_per_user(uri: str, artifacts: str) -> dict[str, dict[str, Any]]:
-    """Return the metrics per user of an MLflow run, by artifact and name.
+def average_runs(runs: list[dict[str, str]]) -> tuple[str, NDArray, NDArray]:
+    """Return the hash of users, their requests, and the metric's mean over runs."""
+    decoded = [decode_values(run) for run in runs if run["users"] == runs[0]["users"]]
+    values, counts = zip(*decoded, strict=True)
+    return runs[0]["users"], counts[0], np.mean(values, 0)
+
+
+def load_per_user(uri: str, artifacts: str) -> dict[str, dict[str, str]]:
+    """Return the metrics per user of an evaluation on test, encoded, by name.
 
     Args:
         uri: Tracking URI.
-        artifacts: URI of the run's artifacts.
+        artifacts: URI of the artifacts of an MLflow run.
     """
-    per_user = {}
-    for artifact in list_artifacts(artifact_uri=artifacts, tracking_uri=uri):
-        name = posixpath.basename(artifact.path)
-        if name.startswith("evaluation-") and name.endswith(".json"):
-            file = download_artifacts(f"{artifacts}/{name}", tracking_uri=uri)
-            metrics = json.loads(Path(file).read_text()).get("by_user")
-            if metrics:
-                per_user[name] = metrics
-    return per_user
+    files = list_artifacts(artifact_uri=artifacts, tracking_uri=uri)
+    name = artifact_name("test")
+    if name not in [posixpath.basename(file.path) for file in files]:
+        return {}
+    file = download_artifacts(f"{artifacts}/{name}", tracking_uri=uri)
+    return json.loads(Path(file).read_text()).get("by_user", {})
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def test_a_row_has_mean_and_deviation_of_the_newest_run_of_each_seed(uri: str) -
     wide = {"name": "sasrec", "dim": 9}
     log_training(uri, "wide", wide, {"test/ndcg@10": 0.4, "best/ndcg@10": 0.1})
 
-    comparison = compare(uri, ["retrieval/x"])
+    comparison = compare(uri, "retrieval/x")
 
     wide_row, row = comparison.rows.rows(named=True)
     assert (wide_row["name"], wide_row["settings"]) == ("wide", "model.dim 9")
@@ -105,9 +105,7 @@ def test_rows_are_sorted_by_the_metric_of_their_kind(uri: str) -> None:
         compare(uri, metric="mrr")
 
 
-def test_a_sweep_shows_its_best_settings_or_all_trials_and_their_teacher(
-    uri: str,
-) -> None:
+def test_a_sweep_shows_its_best_settings_or_all_trials(uri: str) -> None:
     teacher = log_training(uri, "tiger", {"name": "tiger"}, {"test/ndcg@10": 0.05})
     tracking.Logger(teacher).tag(**{tracking.WEIGHTS_TAG: "W"})
     sweep = log_sweep(uri, "alphas", ["model.alpha", "fit.seed"])
@@ -128,14 +126,13 @@ def test_a_sweep_shows_its_best_settings_or_all_trials_and_their_teacher(
     assert pending.rows["name"].to_list() == ["tiger"]
     tracking.Logger(sweep).tag(**{tracking.BEST_TAG: trial.run_id})
 
-    comparison = compare(uri, ["retrieval/x"])
+    comparison = compare(uri, "retrieval/x")
     assert "2 of 4 trials" in comparison.notes[0]
     assert comparison.rows["num_runs"].to_list() == [2, 1]
 
     swept = compare(uri, sweep="alphas")
     assert swept.title == "retrieval/x: alphas"
-    assert swept.shown["name"].to_list() == ["sid_mlp*", "sid_mlp*"]
-    assert swept.rows["name"][-1] == "tiger"
+    assert swept.rows["name"].to_list() == ["sid_mlp*", "sid_mlp*"]
     with pytest.raises(UserError, match="there is no sweep 'alpha'"):
         compare(uri, sweep="alpha")
     named = compare(uri, runs=["tiger", "seed-42-0.5"])
@@ -147,12 +144,12 @@ def test_smoke_sweeps_and_runs_of_earlier_formats_are_left_out(uri: str) -> None
     metrics = {"best/ndcg@10": 0.9}
     log_training(uri, "trial", {"name": "sasrec"}, metrics, parent=sweep.run_id)
     with pytest.raises(UserError, match="has no runs; tried: a smoke sweep, left out"):
-        compare(uri, ["retrieval/x"])
+        compare(uri, "retrieval/x")
     old = log_training(uri, "old", {"name": "sasrec"}, metrics)
     tracking.connect(uri).set_tag(old.run_id, tracking.FORMAT_TAG, "1")
     log_training(uri, "sasrec", {"name": "sasrec"}, metrics)
 
-    comparison = compare(uri, ["retrieval/x"])
+    comparison = compare(uri, "retrieval/x")
 
     assert comparison.rows["name"].to_list() == ["sasrec"]
     assert comparison.notes[0].startswith("tried: a smoke sweep")
@@ -175,7 +172,7 @@ def test_a_running_run_without_a_live_process_is_marked_as_killed(
 
     lock = hold_lock(tracking.lock_path(str(tmp_path / "alive")), "busy")
     with lock, pytest.raises(UserError, match="is finished"):
-        compare(uri, ["retrieval/x"])
+        compare(uri, "retrieval/x")
 
     client = tracking.connect(uri)
     statuses = {
