@@ -5,8 +5,9 @@ checked = check_evaluation(EvaluateConfig(checkpoint="runs/sasrec", tables="tabl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -23,7 +24,10 @@ from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from pipelines import cluster
 from pipelines.evaluation.config import EvaluateConfig
+from pipelines.start import start_ray
 from pipelines.training.record import find_checkpoint
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,30 @@ def check_evaluation(config: EvaluateConfig) -> CheckedEvaluation:
     return CheckedEvaluation(uri, saved, versions)
 
 
-def takes_gpu(device: str, num_tasks: int) -> bool:
-    """Return whether `num_tasks` Ray tasks or actors take a GPU each.
+def run_shards(
+    work: Callable[..., Result], config: EvaluateConfig, in_ray: bool, *arguments: Any
+) -> list[Result]:
+    """Return the results of `work(*arguments, rank)` for the rank of each shard.
 
-    The GPUs of the cluster decide, as this machine may have none.
+    A single shard runs in this process, unless `in_ray` is true. The others are Ray
+    tasks with one thread each, and a GPU each if the cluster has one.
     """
-    has_gpu = device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
-    if device != "cuda" and not has_gpu:
-        cluster.check_room(1, {"CPU": 1})
-        return False
-    cluster.check_room(num_tasks, {"GPU": 1})
-    return True
+    if not in_ray and config.shards == 1:
+        return [work(*arguments, 0)]
+    start_ray()
+    has_gpu = config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    takes_gpu = config.device == "cuda" or has_gpu
+    cluster.check_room(1, {"GPU": 1} if takes_gpu else {"CPU": 1})
+
+    def run_alone(rank: int) -> Result:
+        torch.set_num_threads(1)
+        return work(*arguments, rank)
+
+    # the placement group of a trial has no CPU, so tasks are scheduled outside it
+    remote = ray.remote(
+        num_cpus=1, num_gpus=int(takes_gpu), scheduling_strategy="DEFAULT"
+    )(run_alone)
+    return ray.get([remote.remote(rank) for rank in range(config.shards)])
 
 
 def resolve_device(option: str) -> torch.device:

@@ -44,7 +44,7 @@ class EvaluateConfig(AtSpeedOptions):
     table `scores`."""
     allowed: str | None = None
     """File with the ids of the items that --batch_inference may recommend: text with an
-    id per line, or CSV or Parquet with a column item_id."""
+    id per line, or Parquet with a column item_id."""
     nearest: Folder | None = None
     """Write the K nearest items of each item to this Parquet file: by cosine similarity
     of SASRec's item embeddings or of the embeddings of TIGER's codes, or the neighbours
@@ -58,8 +58,8 @@ class EvaluateConfig(AtSpeedOptions):
     batch_size: PositiveInt = 256
     """Requests per batch."""
     shards: PositiveInt = 1
-    """Number of Ray tasks (actors in batch inference) that rank the users; 1: this
-    process ranks them, unless the job was submitted to a cluster."""
+    """Number of Ray tasks that rank the users; 1: this process ranks them, unless the
+    job was submitted to a cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; auto: a GPU if there is one."""
     tracking_uri: str | None = None

@@ -10,24 +10,20 @@ request's time and targets. A model that ranks candidates writes `scores`: score
 labels of all candidates of a split's requests. All metrics of an evaluation can be
 computed from the table of its split.
 
-A unit of work is a file of `sequences`. This process ranks one file after the other, or
-Ray Data actors rank them in parallel. An actor holds the model and the catalogue.
+A unit of work is a file of `sequences`. A shard ranks its files one after the other.
 
 Shapes: `B` rows of a batch, `K` items of a ranking.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -46,18 +42,20 @@ from core.tables import (
     write_part,
     writing,
 )
-from models import own_code, registry
+from models import registry
 from models.dataset.dataset import Dataset, request_index
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
 from models.retrieval.recommend import required_history
 from models.training import checkpoint
-from pipelines import cluster
 from pipelines.evaluation.allowed import read_allowed
-from pipelines.evaluation.checks import check_evaluation, resolve_device, takes_gpu
+from pipelines.evaluation.checks import (
+    CheckedEvaluation,
+    check_evaluation,
+    resolve_device,
+    run_shards,
+)
 from pipelines.evaluation.config import EvaluateConfig
-from pipelines.prepare.executor import quiet_ray_data
-from pipelines.start import start_ray
 
 ITEM_IDS = pa.field("item_id", pa.list_(pa.field("item", pa.string())), nullable=False)
 FLOATS = pa.list_(pa.field("item", pa.float32()))
@@ -110,10 +108,10 @@ def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
 class InferenceTask:
     """Arguments that all workers of a batch inference share."""
 
+    checked: CheckedEvaluation
+    """The checkpoint and its tables."""
     config: EvaluateConfig
     """Options of the inference."""
-    uri: str
-    """Folder of the checkpoint."""
     output: str
     """Folder of the table."""
     schema: pa.Schema
@@ -122,20 +120,10 @@ class InferenceTask:
     """Split whose requests are ranked; `next`: after all behaviours of each user."""
     recommend: dict[str, Any]
     """Options of `recommend`, with the mask of the allowed items."""
-    in_ray: bool
-    """Whether actors of Ray Data do the work."""
-
-    def __reduce__(self) -> Any:
-        """Pickle the code of the checkpoint too, which this process runs already."""
-        return own_code.pickle_with_code(self)
 
 
 class Inference:
-    """Worker of a batch inference, which Ray Data runs as an actor.
-
-    Args:
-        task: Arguments that all workers share.
-    """
+    """Writer of a table of rankings, which holds the model and the catalogue."""
 
     table: ClassVar[str]
     """Kind of the table."""
@@ -145,11 +133,11 @@ class Inference:
     """The requests to rank, `Examples`."""
 
     def __init__(self, task: InferenceTask) -> None:
-        if task.in_ray:
-            torch.set_num_threads(1)
         self.task = task
         self.device = resolve_device(task.config.device)
-        self.loaded = LoadedModel.load(task.uri, task.config.inputs, self.device)
+        self.loaded = LoadedModel.load(
+            task.checked.uri, task.config.inputs, self.device
+        )
         self.model = self.loaded.model
         self.recommend = dict(task.recommend)
         if "allowed" in self.recommend:
@@ -166,11 +154,6 @@ class Inference:
             max_history=required_history(max_history, task.recommend),
         )
         self.examples = self.dataset.examples
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Write the part of a file of `sequences`; add columns `part` and `count`."""
-        part, count = self.write_part(row["file"])
-        return {**row, "part": json.dumps(vars(part)), "count": count}
 
     def write_part(self, file: int) -> tuple[Part, int]:
         """Rank for the users of a file of `sequences`, and write a part of the table.
@@ -374,12 +357,15 @@ def infer_all(
         finished.check_made_with(settings, hashes)
         return finished, True
     split = ranked.get("split", "")
-    in_ray = in_ray or config.shards > 1
-    task = InferenceTask(
-        config, checked.uri, output, schema, split or "next", recommend, in_ray
-    )
+    task = InferenceTask(checked, config, output, schema, split or "next", recommend)
+    num_files = len(sequences.files)
     with writing(output):
-        written = write_parts(kind, task, len(sequences.files))
+        shards = run_shards(write_parts, config, in_ray, kind, task)
+        # shard `rank` has the files rank, rank + shards, rank + 2 * shards, ...
+        written = [
+            shards[file % config.shards][file // config.shards]
+            for file in range(num_files)
+        ]
         counted = {kind.count_name: sum(count for _, count in written)}
         table = commit(
             output,
@@ -396,34 +382,11 @@ def infer_all(
 
 
 def write_parts(
-    kind: Any, task: InferenceTask, num_files: int
+    kind: type[Inference], task: InferenceTask, rank: int
 ) -> list[tuple[Part, int]]:
-    """Return the part and count of each file of `sequences`, in order.
-
-    They are written in this process or by Ray Data actors.
-    """
-    if not task.in_ray:
-        worker = kind(task)
-        return [worker.write_part(file) for file in range(num_files)]
-    start_ray()
-    num_actors = task.config.shards
-    needs_gpu = takes_gpu(task.config.device, num_actors)
-    quiet_ray_data()
-    pool = ray.data.ActorPoolStrategy(
-        min_size=1, max_size=num_actors, initial_size=num_actors
-    )
-    files = [{"file": file} for file in range(num_files)]
-    with cluster.silence_cpp_log():
-        written = (
-            ray.data.from_items(files, override_num_blocks=num_files)
-            .map(
-                kind,
-                fn_constructor_args=(task,),
-                compute=pool,
-                num_cpus=1,
-                num_gpus=1 if needs_gpu else 0,
-            )
-            .take_all()
-        )
-    written = sorted(written, key=itemgetter("file"))
-    return [(Part(**json.loads(row["part"])), int(row["count"])) for row in written]
+    """Return the part and count of each file of `sequences` of one shard."""
+    worker = kind(task)
+    num_files = len(task.checked.versions["sequences"].files)
+    return [
+        worker.write_part(file) for file in range(rank, num_files, task.config.shards)
+    ]

@@ -15,7 +15,6 @@ import time
 from functools import partial
 from typing import Any
 
-import ray
 import torch
 
 from core.errors import UserError, pluralize
@@ -35,11 +34,10 @@ from pipelines.evaluation.checks import (
     CheckedEvaluation,
     check_evaluation,
     resolve_device,
-    takes_gpu,
+    run_shards,
 )
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.result import Result, pop_per_user, record_result
-from pipelines.start import start_ray
 
 SHOWN = "shown"
 """Key in the sums for the number of top 10 lists that contain each item."""
@@ -60,20 +58,7 @@ def evaluate(
     """
     began = time.monotonic()
     checked = check_evaluation(config)
-    in_ray = in_ray or config.shards > 1
-    task = (checked, config, in_ray)
-    if in_ray:
-        start_ray()
-        # the placement group of a trial has no CPU, so tasks are scheduled outside it
-        remote = ray.remote(
-            num_cpus=1,
-            num_gpus=1 if takes_gpu(config.device, 1) else 0,
-            scheduling_strategy="DEFAULT",
-        )(measure_shard)
-        shards = [remote.remote(*task, rank) for rank in range(config.shards)]
-        measured = ray.get(shards)
-    else:
-        measured = [measure_shard(*task, 0)]
+    measured = run_shards(measure_shard, config, in_ray, checked, config)
     sums: dict[str, Any] = add_sums(shard for shard, _, _, _ in measured)
     counts = add_sums(shard for _, shard, _, _ in measured)
     popular = add_sums(shard for _, _, shard, _ in measured)
@@ -151,7 +136,7 @@ def measure_checkpoint(config: EvaluateConfig) -> Result:
 
 
 def measure_shard(
-    checked: CheckedEvaluation, config: EvaluateConfig, in_ray: bool, rank: int
+    checked: CheckedEvaluation, config: EvaluateConfig, rank: int
 ) -> tuple[dict[str, Any], dict[str, float], dict[str, float], str]:
     """Measure the users of one shard, given its number from 0.
 
@@ -161,8 +146,6 @@ def measure_shard(
         of `recommend` or `score`; sums of metrics of the most popular items over the
         requests without a history; and the name of the GPU, or `cpu` with the threads.
     """
-    if in_ray:
-        torch.set_num_threads(1)
     device = resolve_device(config.device)
     loaded = LoadedModel.load(checked.uri, config.inputs, device)
     options = config.recommend_options()

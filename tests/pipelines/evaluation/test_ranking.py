@@ -231,7 +231,7 @@ def test_results_are_logged_to_the_training_run_and_compared(
     path = evaluation.checkpoint_path("tiger")
     run_id = checkpoint.read(path).tracking["run_id"]
     tags = tracking.connect(evaluation.uri).get_run(run_id).data.tags
-    # students are compared with the teacher that has these weights
+    # the row of a student depends on the teacher that has these weights
     assert tags[tracking.WEIGHTS_TAG] == checkpoint.weights_hash(path)
     file = Path(evaluation.checkpoint_path("sasrec-1"), "evaluation-test.json")
     written = json.loads(file.read_text())
@@ -239,7 +239,7 @@ def test_results_are_logged_to_the_training_run_and_compared(
     assert metrics["test/examples"] == written["examples"] == 60
     assert metrics["test/requests_per_s"] > 0
 
-    comparison = compare(evaluation.uri, ["retrieval/small"])
+    comparison = compare(evaluation.uri, "retrieval/small")
     tables = build_tables(comparison, measure_differences(comparison))
     ((_, table, _),) = tables
     rows = {row["run"]: row for row in table.iter_rows(named=True)}
@@ -268,7 +268,7 @@ def test_an_evaluation_with_other_options_is_recorded_separately(
         parse_constant=lambda word: pytest.fail(f"{word} is no JSON"),
     )
     assert content["metrics"]["gauc"] is None
-    rows = compare(evaluation.uri, ["retrieval/small"]).rows
+    rows = compare(evaluation.uri, "retrieval/small").rows
     values = dict(rows.select("name", "test/ndcg@10").iter_rows())
     assert values["tiger [beam 6]"] == result.metrics["ndcg@10"]
     assert values["tiger [beam 6]"] != values["tiger"]

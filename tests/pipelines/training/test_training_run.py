@@ -316,7 +316,7 @@ def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(
     second = training.train("anew", model=model, overwrite=True)
 
     assert thesis.read_text() == "dear to me"
-    run_ids = compare(second.run.uri, [second.run.experiment]).runs["training"]
+    run_ids = compare(second.run.uri, second.run.experiment).runs["training"]
     assert second.run.run_id in run_ids
     assert first.run.run_id not in run_ids
     with pytest.raises(UserError, match=second.run.run_id):
