@@ -16,7 +16,6 @@ import pandas as pd
 import pytest
 import torch
 
-from core.errors import UserError
 from core.schemas import Inputs, RunRef
 from jobs.compare import Config, run
 from models.loaded_model import load_model
@@ -173,55 +172,3 @@ def test_visitors_without_a_known_item_get_the_most_popular_allowed_items(
             assert answers["fallback"].tolist() == ["", "popularity", "popularity"]
             assert answers["item_id"][1] == answers["item_id"][2] == popular
             assert answers["score"][1] == [counts[item] for item in popular]
-
-
-def test_rankings_are_restricted_to_allowed_and_unseen_items(folder: Path) -> None:
-    """The whole ranking is filtered; each allowed set is prepared once."""
-    model = load_first_trial(folder, "allowed")
-    histories = [[f"item-{i:03d}" for i in row] for row in ([3], [1, 2, 3] * 9, [5])]
-    frame = pd.DataFrame({"history": histories})
-
-    def rank(**params: Any) -> list[list[str]]:
-        return model.predict(frame, params={"k": 24, **params})["item_id"].tolist()
-
-    rankings = rank()
-    allowed_sets = [
-        ["item-003"],
-        ["item-001", "item-005", "item-009", "no such item"],
-        rankings[0],
-    ]
-    for allowed in allowed_sets:
-        permitted = [[i for i in ranking if i in allowed] for ranking in rankings]
-        assert rank(allowed=allowed, unseen=False) == permitted
-        unseen = [
-            [item for item in ranking if item not in history]
-            for ranking, history in zip(permitted, histories, strict=True)
-        ]
-        assert rank(allowed=allowed, unseen=True) == unseen
-    assert rank() == rankings
-    assert len(model.unwrap_python_model().allowed_sets) == 3
-
-    none_in_catalogue = "allowed has 1 ids, and none of an item of the catalogue"
-    for allowed, message in (
-        ([], "allowed has 0 ids"),
-        (["new"], none_in_catalogue),
-        ([""], none_in_catalogue),
-    ):
-        with pytest.raises(UserError, match=message):
-            rank(allowed=allowed)
-
-
-def test_runs_without_a_servable_checkpoint_are_not_registered(folder: Path) -> None:
-    uri = f"sqlite:///{folder}/mlflow.db"
-    opened = tracking.open_run(
-        uri,
-        "retrieval/small",
-        "started",
-        str(folder),
-        config={"model": {"name": "tiger"}},
-        hashes={},
-    )
-    with pytest.raises(
-        UserError, match=r"the run 'started' .* has no checkpoint to register"
-    ):
-        register(opened, "small")
