@@ -69,13 +69,12 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h"
 
 
-def raise_first(*checks: tuple[Any, str], cause: str = "") -> None:
+def raise_first(*checks: tuple[Any, str]) -> None:
     """Raise UserError with the message of the first check that fails.
 
     Args:
         checks: Pairs of a condition, true if the check fails, and a message.
-        cause: Cause of the error.
     """
     for failed, message in checks:
         if failed:
-            raise UserError(message, cause)
+            raise UserError(message)

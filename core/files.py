@@ -166,7 +166,7 @@ def hold_lock(uri: str, busy: str, wait: float = 0) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = Path(file_path)
-    lock = FileLock(path)
+    lock, is_new = FileLock(path), not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(wait, poll_interval=0.2)
@@ -179,6 +179,9 @@ def hold_lock(uri: str, busy: str, wait: float = 0) -> Iterator[None]:
         if is_alone:  # the block wrote nothing, so remove the lock file too
             path.unlink()
         lock.release()
+        if is_alone and is_new:
+            with suppress(OSError):  # another process holds the lock
+                path.parent.rmdir()
 
 
 @contextmanager

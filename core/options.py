@@ -5,7 +5,8 @@
         lr: PositiveFloat = 1e-3
         '''Peak learning rate.'''
 
-    config = parse(TrainConfig, ["--config", "sasrec.yaml", "--fit.lr", "0.1"])
+    words = ["--config", "sasrec.yaml", "--fit.lr", "0.1"]
+    config = build(TrainConfig, read_words(words, TrainConfig))
     fit = build(FitConfig, {"lr": 0.1}, "fit.")
 
 A field whose type is a dataclass is a section, whose options start with its name. The
@@ -241,7 +242,8 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
             text = "true"
         elif not has_value:
             text = rest.pop(0)
-        is_nested = text[:1] in ("[", "{") or text == "null"
+        is_text = str in types and not {list, dict} & set(map(get_origin, types))
+        is_nested = text == "null" or (text[:1] in ("[", "{") and not is_text)
         value: Any = parse_scalar(text) if is_nested else text
         *sections, name = key.split(".")
         for mapping in mappings:
@@ -275,11 +277,6 @@ def read_files(content: Mapping[str, Any]) -> dict[str, Any]:
     files = options.pop("config", [])
     files = files if isinstance(files, list) else [files]
     return merge({}, *(read_files(read_yaml(file)) for file in files), options)
-
-
-def parse(config_class: type[Config], words: Sequence[str]) -> Config:
-    """Build a config from the words of a command line."""
-    return build(config_class, read_words(words, config_class))
 
 
 def build(
@@ -326,9 +323,14 @@ def check_keys(config_class: Any, content: Mapping[str, Any], prefix: str = "") 
         types = list_types(hints[key])
         if isinstance(value, bool) and {int, float} & {*types} and bool not in types:
             raise UserError(f"{prefix}{key} is {value}; input should be a number")
+        sections = {"": value}
         section = find_section(hints[key])
-        if section and isinstance(value, Mapping):
-            check_keys(section, value, f"{prefix}{key}.")
+        if get_origin(types[0]) is dict and isinstance(value, Mapping):
+            section = find_section(get_args(types[0])[1])
+            sections = {f"{name}.": options for name, options in value.items()}
+        for name, options in sections.items():
+            if section and isinstance(options, Mapping):
+                check_keys(section, options, f"{prefix}{key}.{name}")
 
 
 def describe_error(

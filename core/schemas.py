@@ -982,17 +982,7 @@ def parse_record(record_class: type[Record], content: Any, uri: str) -> Record:
 
 
 INFO_CLASSES: dict[str, Any] = {
-    info_class.table: info_class
-    for info_class in (
-        EventsInfo,
-        RejectsInfo,
-        ItemsInfo,
-        QueriesInfo,
-        SequencesInfo,
-        CountsInfo,
-        SidsInfo,
-        TrieInfo,
-    )
+    info_class.table: info_class for info_class in TableInfo.__subclasses__()
 }
 """Type of the info of each table, by the name of the table."""
 

@@ -37,7 +37,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from core.errors import UserError, one_line
 from core.files import (
     LOCK,
-    file_info,
     hold_lock,
     join,
     open_uri,
@@ -177,11 +176,6 @@ def check_file_names(names: Iterable[str]) -> None:
     for name in names:
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise ValueError(f"the path {name!r} is not a file name")
-
-
-def has_manifest(uri: str) -> bool:
-    """Return whether the folder holds a finished table."""
-    return file_info(join(uri, MANIFEST)).type == fs.FileType.File
 
 
 def read_manifest(uri: str) -> Table[Any] | None:

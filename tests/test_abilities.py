@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import UserError
-from core.options import parse
+from core.options import build, read_words
 from models import registry
 from pipelines.evaluation.config import RECOMMEND_NAMES, EvaluateConfig
 
@@ -26,9 +26,10 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
         "--unseen",
         "false",
     ]
-    assert parse(EvaluateConfig, words).recommend_options() == {
+    content = read_words(words, EvaluateConfig)
+    assert build(EvaluateConfig, content).recommend_options() == {
         "beam": 5,
         "unseen": False,
     }
     with pytest.raises(UserError, match="scores is 'all'; input should be 'children'"):
-        parse(EvaluateConfig, [*words, "--scores", "all"])
+        build(EvaluateConfig, {**content, "scores": "all"})

@@ -148,7 +148,7 @@ class Grid:
     fixed: dict[str, Any] = field(default_factory=dict)
     """Settings of all trials, which replace settings of the base config. By dotted key
     in the file; `load_sweep` adds the base config and the command line, nested."""
-    metric: str = "val/ndcg@10"
+    metric: Annotated[str, Field(pattern="^(val|test)/")] = "val/ndcg@10"
     """Metric that ranks the trials, larger is better. It begins with `val/`, in grids
     of job evaluate with `test/`."""
     scheduler: Scheduler = field(default_factory=Scheduler)

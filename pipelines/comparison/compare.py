@@ -18,7 +18,7 @@ from typing import Any
 import polars as pl
 from polars import selectors as cs
 
-from core.errors import UserError
+from core.errors import UserError, did_you_mean
 from models import registry
 from models.metrics.metric import lower_is_better
 from pipelines import tracking
@@ -122,7 +122,10 @@ def compare(
     if not measured and "FINISHED" not in trainings["status"]:
         raise UserError(f"no run of {title} at {uri} is finished")
     if metric is not None and metric not in measured:
-        raise UserError(f"no run of {title} has the metric '{metric}' on val or test")
+        raise UserError(
+            f"no run of {title} has the metric '{metric}' on val or test; "
+            f"{did_you_mean(metric, sorted(measured))}"
+        )
     if metric is None:
         defaults += ["gauc", "mean/normalised_entropy"]
         metric = next((name for name in defaults if name in measured), "ndcg@10")

@@ -58,7 +58,6 @@ from core.tables import (
     clear,
     commit,
     find_table,
-    has_manifest,
     open_table,
     read_manifest,
     read_parquet,
@@ -127,9 +126,9 @@ def encoder_version(name: str) -> str:
         import sklearn
 
         return f"scikit-learn {sklearn.__version__}"
+    location = locate_encoder(name)
     from transformers import AutoConfig
 
-    location = locate_encoder(name)
     with pretrained_source(name) as source:
         config = AutoConfig.from_pretrained(**source)
     if not Path(location).is_dir():
@@ -681,7 +680,7 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     tfidf = fit_tfidf(documents, config.svd) if encoder == "tfidf" else None
     written: dict[str, Table] = {}
     with writing(output_uri):
-        if tfidf and has_manifest(join(output_uri, "tokens")):
+        if tfidf and read_manifest(join(output_uri, "tokens")):
             clear(join(output_uri, "tokens"))  # tokens of an earlier encoder
         for name in names:
             uri, origin = join(output_uri, name), origins[name]
@@ -869,5 +868,5 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     )
     folder.mkdir(parents=True)
     encoder.save(folder)
-    if has_manifest(join(text_uri, "pairs")):
+    if read_manifest(join(text_uri, "pairs")):
         pq.write_table(pa.table({"text": documents}), folder / "documents.parquet")

@@ -39,8 +39,8 @@ from core.tables import (
     commit,
     find_table,
     fingerprint,
-    has_manifest,
     open_table,
+    read_manifest,
     write_part,
     writing,
 )
@@ -365,6 +365,6 @@ def tokenize(
         if tokenizer.reads_file:
             # published SIDs may replace trained ones, whose tables have no use then
             for unused in (join(output, "embeddings"), quantizer_uri):
-                if has_manifest(unused):
+                if read_manifest(unused):
                     clear(unused)
         return sids, trie, not is_complete

@@ -32,7 +32,7 @@ import models
 from core.errors import UserError
 from core.files import join, open_uri
 from core.schemas import Inputs, RunRef, SequencesInfo
-from core.tables import MANIFEST, TableInfo, has_manifest, open_table
+from core.tables import MANIFEST, TableInfo, open_table, read_manifest
 from models import registry
 from models.model import Model
 from models.retrieval.requests import EVERY
@@ -168,7 +168,7 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     for option, folder in inputs.folders().items():
         for table in (*tables[option], "tokens"):
             table_uri = join(folder, table)
-            if has_manifest(table_uri):
+            if read_manifest(table_uri):
                 target = bundle / option / table
                 copy_table(table_uri, target, manifest_only=table == "sequences")
     if inputs.text:

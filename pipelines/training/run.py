@@ -28,6 +28,7 @@ from core.options import path_fields
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import find_table, open_table
 from models import own_code, registry
+from models.label_loss import LabelOptions, resolve_masks, resolve_weights
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import describe_chance_level, format_metric
 from models.text.pretrained import resolve_encoder_path
@@ -123,7 +124,10 @@ def run_training(
     """
     began = time.monotonic()
     if isinstance(config, TrainConfig):
+        asked = config.inputs.folders()
         config = resolve_training(config)
+        for option in asked.keys() - config.config.inputs.folders().keys():
+            say(f"note: the model {config.config.model.name} does not read {option}")
     config, given, hashes = config
     folder = config.folder
     with lock_run(config.storage, config.name, trial.lock_timeout_s):
@@ -472,6 +476,9 @@ def resolve_training(
     if not model_class.trains_by_gradient:
         ray = replace(ray, num_workers=1, min_workers=0)
     check_fit(config.fit, model_class, catalogue)
+    if isinstance(model, LabelOptions):
+        resolve_weights(catalogue.labels, model.label_weights)
+        resolve_masks(catalogue.labels, model.label_masks)
     for workers in range(ray.fewest_workers, ray.num_workers + 1):
         if config.fit.batch_size % workers:
             raise UserError(

@@ -51,7 +51,7 @@ class Options:
 
 def parse(*argv: str) -> Options:
     """Parse a command line."""
-    return options.parse(Options, list(argv))
+    return options.build(Options, options.read_words(argv, Options))
 
 
 def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
@@ -71,6 +71,7 @@ def test_words_below_options_of_another_job_are_nested() -> None:
 def test_a_flag_needs_no_value() -> None:
     assert parse("--source", "a", "--overwrite", "--split.kind", "temporal").overwrite
     assert parse("--overwrite", "--source", "a").overwrite
+    assert parse("--source", "{title}").source == "{title}"
     assert parse("--source", "overwrite").source == "overwrite"  # a value, not the flag
     assert parse("--source", "a", "--overwrite=true").overwrite
 

@@ -12,7 +12,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from core.options import parse
+from jobs import compare
+from jobs.cli import config_from_words
 from jobs.compare import Config, run
 from pipelines import tracking
 from pipelines.comparison.page import shorten
@@ -69,7 +70,7 @@ def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
 def test_tables_are_printed_as_markdown(
     store: str, capsys: pytest.CaptureFixture
 ) -> None:
-    run(parse(Config, ["--experiment", "retrieval/x", "--tracking_uri", store]))
+    run(Config(experiment="retrieval/x", tracking_uri=store))
 
     output = capsys.readouterr().out
     assert output.index("img src=x") < output.index("alpha-0.7-8")  # best first
@@ -106,7 +107,7 @@ def test_the_page_needs_no_other_file(
 ) -> None:
     file = tmp_path / "new/page.html"
     words = [*selection.split(), "--tracking_uri", store, "--html", str(file)]
-    run(parse(Config, words))
+    run(config_from_words(compare, words))
 
     page = Page(file)
 

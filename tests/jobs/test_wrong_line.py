@@ -58,6 +58,8 @@ SWEEP = "sweep --storage {runs} --name new --grid tuning/grids"
 TIGERS = f"{SWEEP}/tiger.yaml --tables {{tables}} --sids {{sids}}"
 PREPARE = "prepare --source {home}/source.yaml --input {home} --output {runs}/out"
 EVALUATE = "evaluate --checkpoint {runs}/teacher/best"
+SEARCH = "train --storage {runs} --name new --config jobs/configs/search/base.yaml"
+SEARCH += " --tables {search} --text {text}"
 SASREC = f"{TRAIN}/sasrec.yaml --tables {{tables}}"
 TOKENIZE = "tokenize --tables {tables} --output {runs}/out"
 WRONG_LINES = [
@@ -83,11 +85,13 @@ WRONG_LINES = [
     (f"{TIGERS} --axes.storage [a]", "'storage' is set by the sweep"),
     (f"{TIGERS} --axes.fit.metric [ndcg@5]", "'fit.metric' is set by the sweep"),
     (f"{TIGERS} --samples 0", "samples is '0'"),
+    (f"{SEARCH} --model.label_weights.likes 2", "unknown 'likes' in label_weights"),
     ("evaluate --checkpoint {runs}/gone --tables {tables}", "{runs}/gone"),
     (f"{EVALUATE} --tables {{tables}}", "needs sids; give --sids"),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --draft_beam 5", "draft_beam"),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --beam 0", "beam is '0'"),
     (f"{EVALUATE} --tables {{tables}} --metric ndgc@10", "FILE.py:CLASS"),
+    ("encode --tables {search} --output {runs}/out --encoder tfidff", "'tfidf'"),
     ("encode --tables {tables} --output {runs}/out", "read no texts"),
     (f"{TOKENIZE} --tokenizer rqvae --tokenizer.epoch 3", "'tokenizer.epochs'"),
     (f"{PREPARE} --input /nowhere", "/nowhere"),
@@ -142,7 +146,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda home: truncate(next((home / "tables/sequences").glob("*.parquet"))),
-        "bytes",
+        "is damaged",
     ),
     (lambda home: truncate(home / "tables/sequences/manifest.json"), "is damaged"),
     (lambda home: truncate(home / "sids/trie/manifest.json"), "is damaged"),

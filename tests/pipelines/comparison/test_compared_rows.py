@@ -101,7 +101,7 @@ def test_rows_are_sorted_by_the_metric_of_their_kind(uri: str) -> None:
     log_training(uri, "qgs", {"name": "qgs"}, {"test/gauc": 0.66})
     assert compare(uri).metric == "gauc"
     assert compare(uri, metric="auc").rows["name"][0] == "lambda-1.0"
-    with pytest.raises(UserError, match="has the metric 'mrr'"):
+    with pytest.raises(UserError, match="'mrr' on val or test; it takes 'auc'"):
         compare(uri, metric="mrr")
 
 

@@ -18,7 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from core.errors import UserError
-from core.tables import has_manifest, read_manifest
+from core.tables import read_manifest
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.commands import merge, prepare_log, read_rows
 from tests.fixtures.random_logs import (
@@ -179,7 +179,7 @@ def read_content(tables: Path) -> Row:
     files that were appended.
     """
     names = ("events", "rejects", "items", "queries", "sequences")
-    names = tuple(name for name in names if has_manifest(str(tables / name)))
+    names = tuple(name for name in names if read_manifest(str(tables / name)))
     rows = {name: read_rows(tables, name) for name in names}
     ids = [row["item_id"] for row in rows["items"]]
     assert [row["item_index"] for row in rows["items"]] == [*range(len(ids))]
