@@ -11,9 +11,9 @@ served model per kind, and the metrics of its MLflow run.
 
 Nothing is imported from the project. The commands run, and their tables, tensors and
 metrics are compared by content, so files and tensors may have other names. Every model
-is trained by jobs.train with one worker. With --old the checkout is c13c8484; the words
-of its command lines that were renamed since stand in OLD_WORDS. Compare on one machine,
-as other processors sum in another order. It takes ten minutes on two cores.
+is trained by jobs.train with one worker. Compare on one
+machine, as other processors sum in another order. It takes ten minutes on two cores.
+Logs, models and requests stand in same_results.yaml.
 """
 
 from __future__ import annotations
@@ -37,98 +37,9 @@ import pyarrow.parquet as pq
 import safetensors.numpy
 import yaml
 
-LOGS: dict[str, tuple[str, list[str], list[str], str]] = {
-    "retrieval": ("simulated", [], [], "--sids"),
-    "search": (
-        "simulated_search",
-        ["--kind", "search"],
-        ["--counts_as_of", "2024-03-01"],
-        "--text",
-    ),
-    "actions": ("simulated_feed", ["--kind", "actions"], [], "--text"),
-}
-"""Mapping file, options of the simulator, options of jobs.prepare, and the option that
-names semantic IDs or text, by kind of log."""
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+LOGS, MODELS, SERVED = CASES["logs"], CASES["models"], CASES["served"]
 SIZE = ["--users", "200", "--items", "120", "--events", "2400", "--seed", "3"]
-TOKENIZERS = {
-    "rqkmeans": "--tokenizer.codebook_size 16",
-    "rqvae": "--tokenizer.codebook_size 16 --tokenizer.hidden [32] --tokenizer.latent 8 --tokenizer.epochs 20",
-    "psid": "--tokenizer.codebook_size 16",
-}
-"""Options of each tokenizer. Models use the semantic IDs of the first."""
-FIT = {"max_epochs": 1, "warmup_share": 0.1, "lr": 0.002, "seed": 7}
-FITS: dict[str, dict[str, Any]] = {
-    "retrieval": {"batch_size": 64},
-    "search": {"batch_size": 20, "metric": "gauc"},
-    "actions": {"batch_size": 16, "metric": "mean/rig"},
-    "sid_mlp_pp_encoder": {"metric": "neg_mse"},
-}
-"""Training options of a kind of log, or of one model."""
-TIGER = {
-    "d_model": 32,
-    "d_ff": 64,
-    "num_heads": 2,
-    "d_kv": 16,
-    "num_encoder_layers": 2,
-    "num_decoder_layers": 2,
-}
-LC_REC = {"width": 32, "num_layers": 2, "num_heads": 2, "ffn_width": 32}
-STUDENT = {"teacher": "tiger", "beam": 20}
-READOUT = {"attention_heads": 2, "ffn_width": 32, "head_width": 32}
-DRAFT = {"draft_beam": 30, "draft_d_ff": 32, "draft_heads": 2}
-SEQUENCE = {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 32}
-ACTIONS = {**SEQUENCE, "expert_width": 16, "tower_width": 8}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "popularity": ("retrieval", {}),
-    "own_items": ("retrieval", {}),
-    "item_knn": ("retrieval", {}),
-    "sequential_rules": ("retrieval", {}),
-    "ease": ("retrieval", {}),
-    "sasrec": ("retrieval", {}),
-    "sid_sasrec": ("retrieval", {}),
-    "tiger": ("retrieval", {**TIGER, "beam": 20}),
-    "lc_rec": ("retrieval", {**LC_REC, "beam": 20}),
-    "lc_rec_sid_mlp": ("retrieval", {**READOUT, "width": 32, "teacher": "lc_rec"}),
-    "lc_rec_nezha": ("retrieval", {"teacher": "lc_rec"}),
-    "sid_mlp": ("retrieval", {**STUDENT, **READOUT, "attention_width": 32}),
-    "one_layer": ("retrieval", STUDENT),
-    "gdn": (
-        "retrieval",
-        {**STUDENT, "num_layers": 2, "heads": 2, "head_width": 8, "ffn_width": 32},
-    ),
-    "mamba2": (
-        "retrieval",
-        {**STUDENT, "num_layers": 2, "width": 32, "head_width": 8, "state": 8},
-    ),
-    "earn": ("retrieval", STUDENT),
-    "nezha": ("retrieval", STUDENT),
-    "atspeed_s": ("retrieval", {**STUDENT, **DRAFT}),
-    "atspeed_r": ("retrieval", {**STUDENT, **DRAFT}),
-    "sid_mlp_pp_encoder": (
-        "retrieval",
-        {"teacher": "tiger", "encoder_layers": 2, "encoder_width": 32},
-    ),
-    "sid_mlp_pp": (
-        "retrieval",
-        {**READOUT, "attention_width": 32, "encoder": "sid_mlp_pp_encoder", "beam": 20},
-    ),
-    "pair_ctr": ("search", {}),
-    "boosted": ("search", {"num_iterations": 20, "min_data_in_leaf": 20}),
-    "base": ("search", {}),
-    "hstu": ("search", SEQUENCE),
-    "hllm": ("search", SEQUENCE),
-    "qgs": ("search", SEQUENCE),
-    "item_rate": ("actions", {}),
-    "user_rate": ("actions", {}),
-    "boosted_actions": ("actions", {"num_iterations": 20, "min_data_in_leaf": 20}),
-    "interleaved": ("actions", ACTIONS),
-    "attn_lfa": ("actions", ACTIONS),
-    "attn_mvp": ("actions", ACTIONS),
-    "attn_dhn": ("actions", ACTIONS),
-    "lac": ("actions", ACTIONS),
-    "genrank": ("actions", ACTIONS),
-}
-"""Kind of log and options, by model. Teachers and encoders come before their users."""
 MODEL_OPTIONS = ("teacher", "encoder")
 """Options that name another model."""
 RANKED = ("sasrec", "tiger", "sid_mlp_pp", "lc_rec", "nezha", "atspeed_s")
@@ -136,74 +47,12 @@ RANKED = ("sasrec", "tiger", "sid_mlp_pp", "lc_rec", "nezha", "atspeed_s")
 TESTED = ("popularity", "tiger", "qgs", "attn_mvp")
 SWEPT = {"sid_mlp": {"model.alpha": [0.3, 0.7]}}
 
-NOW_MS = 1710028800000
-SEARCH_HISTORY = {
-    "history": ["i044", "i006"],
-    "history_query": ["tripod", "steel lamp"],
-}
-SEARCH_REQUEST = {
-    "query": "tripod",
-    "candidates": ["i094", "i000", "i007", "none"],
-    "timestamp_ms": NOW_MS,
-}
-NEW_ITEMS = [
-    {
-        "item_id": "new1",
-        "title": "Husky running",
-        "description": "A dog running in the forest.",
-        "kind": "dog",
-    },
-    {
-        "item_id": "new2",
-        "title": "Manx asleep",
-        "description": "A cat asleep in the attic.",
-        "kind": "cat",
-    },
-]
-ACTION_VECTORS = [[0.8, 1, 0, 0, 0, 0], [0.2, 0, 0, 0, 0, 1]]
-FEED_HISTORY = {
-    "history_actions": ACTION_VECTORS,
-    "history_time_ms": [NOW_MS - 9000, NOW_MS - 5000],
-}
-FEED_REQUEST = {
-    "candidates": ["i002", "new2", "i077", "none"],
-    "new_items": NEW_ITEMS,
-    "timestamp_ms": NOW_MS,
-}
-SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
-    "retrieval": (
-        "tiger",
-        {"k": 10},
-        [[{"history": ["i001", "i017", "none"]}, {"history": []}]],
-    ),
-    "search": (
-        "qgs",
-        {"label": "click"},
-        [
-            [
-                {**SEARCH_REQUEST, **SEARCH_HISTORY},
-                {**SEARCH_REQUEST, **SEARCH_HISTORY, "query": "a query of nobody"},
-            ],
-        ],
-    ),
-    "actions": (
-        "attn_mvp",
-        {"label": "like"},
-        [
-            [{**FEED_REQUEST, **FEED_HISTORY, "history": ["i001", "new1"]}],
-        ],
-    ),
-}
-"""The served model, options of its answers, and frames of requests, by kind of log."""
-OLD_WORDS = {"actions": "feed", "--psid.codebook_size": "--rqkmeans.codebook_size"}
-"""Words of today's command lines that had another name at c13c8484, and that name."""
-
 SERVE = """
 import json, sys, mlflow, pandas
-uri, name, config, params, frames = json.loads(sys.argv[1])
+uri, name, config, params, rows = json.loads(sys.argv[1])
 mlflow.set_tracking_uri(uri)
 model = mlflow.pyfunc.load_model(f"models:/{name}/1", model_config=config)
-answers = [row for rows in frames for row in model.predict(pandas.DataFrame(rows), params=params).to_dict("records")]
+answers = model.predict(pandas.DataFrame(rows), params=params).to_dict("records")
 runs = mlflow.search_runs(search_all_experiments=True, output_format="list")
 (training,) = [run for run in runs if run.info.run_name == name]
 metrics = {k: v for k, v in training.data.metrics.items() if not k.startswith("system/")}
@@ -248,9 +97,8 @@ def read_training(run: Path) -> dict[str, Any]:
 class Checkout:
     """A checkout whose commands run two at a time, and their results."""
 
-    def __init__(self, checkout: Path, work: Path, old_words: dict[str, str]) -> None:
+    def __init__(self, checkout: Path, work: Path) -> None:
         self.checkout = checkout
-        self.old_words = old_words
         self.work = work
         self.start_time = time.monotonic()
         self.cores = Semaphore(2)
@@ -272,7 +120,7 @@ class Checkout:
             for key, value in os.environ.items()
             if not key.startswith(("MLFLOW_", "RAY_"))
         }
-        command = [sys.executable, *(self.old_words.get(str(w), str(w)) for w in words)]
+        command = [sys.executable, *map(str, words)]
         with self.cores:
             if self.error:
                 raise SystemExit(self.error)
@@ -315,7 +163,7 @@ class Checkout:
 
     def add_steps(self, kind: str) -> None:
         """Submit the steps of a log of one kind."""
-        source, simulate, prepare, option = LOGS[kind]
+        log, served = LOGS[kind], SERVED[kind]
         raw, outputs, runs = (
             self.work / kind / name for name in ("raw", "outputs", "runs")
         )
@@ -324,33 +172,32 @@ class Checkout:
         inputs = [
             "--tables",
             tables,
-            option,
-            outputs / (next(iter(TOKENIZERS)) if is_retrieval else "text"),
+            log["inputs"],
+            outputs / ("rqkmeans" if is_retrieval else "text"),
         ]
         evaluate = ["-m", "jobs.evaluate", *inputs, "--checkpoint"]
-        served, params, frames = SERVED[kind]
 
         def write_tables(_: str) -> dict[str, str]:
             """Simulate, prepare, tokenize and encode; return hashes of all tables."""
-            self.python("-m", "jobs.simulate", *simulate, *SIZE, "--output", raw)
+            self.python("-m", "jobs.simulate", *log["simulate"], *SIZE, "--output", raw)
             words = [
                 "--source",
-                f"jobs/configs/sources/{source}.yaml",
+                f"jobs/configs/sources/{log['source']}.yaml",
                 "--input",
                 raw,
                 "--partitions",
                 2,
-                *prepare,
+                *log["prepare"],
             ]
             self.python("-m", "jobs.prepare", *words, "--output", tables)
             encoder = ["--tables", tables, "--encoder", "tfidf"]
-            for name, options in TOKENIZERS.items() if is_retrieval else ():
+            for name, options in CASES["tokenizers"].items() if is_retrieval else ():
                 words = [
                     "--embeddings",
                     outputs / "embeddings",
                     "--tokenizer",
                     name,
-                    *options.split(),
+                    *options,
                 ]
                 self.python(
                     "-m", "jobs.tokenize", *encoder, *words, "--output", outputs / name
@@ -367,10 +214,10 @@ class Checkout:
             """Train a model; return its tensors and metrics."""
             model = {
                 k: f"{runs}/{v}/best" if k in MODEL_OPTIONS else v
-                for k, v in MODELS[name][1].items()
+                for k, v in MODELS[kind][name].items()
             }
             config = runs.parent / f"{name}.yaml"
-            fit = {**FIT, **FITS[kind], **FITS.get(name, {})}
+            fit = {**CASES["fits"][kind], **CASES["fits"].get(name, {})}
             config.write_text(
                 yaml.safe_dump({"model": {"name": name, **model}, "fit": fit})
             )
@@ -440,9 +287,8 @@ class Checkout:
                 name,
             )
             config = {"counts": str(tables / "counts")} if kind == "search" else {}
-            printed = self.python(
-                "-c", SERVE, json.dumps([uri, name, config, params, frames])
-            )
+            words = [uri, name, config, served["params"], served["requests"]]
+            printed = self.python("-c", SERVE, json.dumps(words))
             answers, logged = json.loads(printed.splitlines()[-1])
             times = ("seconds", "_per_s", "data_wait")
             return {"answers": answers} | {
@@ -452,9 +298,7 @@ class Checkout:
             }
 
         self.add_step(kind, [], write_tables, "tables")
-        models = {
-            name: options for name, (log, options) in MODELS.items() if log == kind
-        }
+        models = MODELS[kind]
         for name, options in models.items():
             needed = [
                 f"{options[key]} trained" for key in MODEL_OPTIONS if key in options
@@ -467,7 +311,8 @@ class Checkout:
         ):
             for name in models.keys() & set(names):
                 self.add_step(name, [f"{name} trained"], compute, result_name)
-        self.add_step(served, [f"{served} tested"], serve, "served")
+        name = served["model"]
+        self.add_step(name, [f"{name} tested"], serve, "served")
 
     def compute_results(self, kinds: list[str]) -> dict[str, Any]:
         """Run all steps of these kinds of logs; return the results by step."""
@@ -507,19 +352,13 @@ def main() -> None:
         choices=list(LOGS),
         help="logs; by default all",
     )
-    parser.add_argument(
-        "--old",
-        action="store_true",
-        help="the checkout is c13c8484, whose command lines have the old words",
-    )
     parser.add_argument("--write", help="file for the results")
     parser.add_argument(
         "--compare", help="file of --write with the results to compare with"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
-        old_words = OLD_WORDS if options.old else {}
-        checkout = Checkout(Path(options.checkout).absolute(), Path(work), old_words)
+        checkout = Checkout(Path(options.checkout).absolute(), Path(work))
         results = checkout.compute_results(options.kinds)
     if options.write:
         Path(options.write).write_text(json.dumps(results, indent=2) + "\n")

@@ -7,12 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 from pages import PAGES, ROOT, parse_jobs, read_anchors, read_commands, read_links
 
 from jobs import cli
-from tests import source_keys
-from tests.fixtures.commands import read_config
 
 JOBS = [
     pytest.param(module, words, id=f"{page.stem}-{number}-{module}")
@@ -69,18 +66,3 @@ def test_a_page_begins_with_what_its_reader_learns(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 5000
-
-
-def test_the_page_of_mapping_keys_equals_the_generated_one() -> None:
-    text = (ROOT / "jobs/configs/sources/README.md").read_text()
-    assert source_keys.write_tables(text) == text
-
-
-def test_the_examples_of_keys_are_valid() -> None:
-    assert list(source_keys.EXAMPLES) == [
-        key for key, *_ in source_keys.build_rows(source_keys.KINDS)
-    ]
-    for key, example in source_keys.EXAMPLES.items():
-        kind, name = key.split(".")[0], key.split(".")[-1]
-        assert f"{name}: " in example
-        read_config({"kind": kind, kind: yaml.safe_load(example)})

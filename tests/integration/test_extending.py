@@ -1,4 +1,4 @@
-"""Test that a decoder, a search model and a metric are each one file of the user's own.
+"""Test that a decoder, a tokenizer and a metric are each one file of the user's own.
 
 A kind of request is added to a copy of the project, with a line for its model. The
 copy's commands prepare or train, evaluate and compare all of them.
@@ -27,7 +27,7 @@ from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from tests.fixtures import search_tables, training_tables
+from tests.fixtures import training_tables
 from tests.fixtures.commands import read_table
 from tests.fixtures.trainings import build_training
 
@@ -44,50 +44,6 @@ def read_code_blocks(language: str) -> list[str]:
 
 _, DECODER, CHECK = read_code_blocks("python")
 (DECODER_YAML,) = read_code_blocks("yaml")
-
-RANKER = '''
-"""The smallest search model: how near the document is to the query, scaled and moved per label."""
-
-
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from models.search.catalogue import SearchCatalogue
-from models.search.requests import SearchBatch
-from models.search.model import SearchModel
-from models.search.ranker import RankerConfig, TextProjection
-
-
-@dataclass
-class NearestConfig(RankerConfig):
-    """It reads no history, so `max_history` only shapes the batches."""
-
-    text_width: int = 8
-    """Width that text embeddings are reduced to."""
-
-
-class Nearest(SearchModel):
-    config_class = NearestConfig
-    example_unit = "user"
-
-    def __init__(self, config: NearestConfig, catalogue: SearchCatalogue) -> None:
-        super().__init__(config, catalogue)
-        self.labels, self.masks = catalogue.labels, [None] * len(catalogue.labels)
-        self.text = TextProjection(catalogue, config.text_width)
-        self.scale, self.shift = (nn.Parameter(torch.ones(len(self.labels))) for _ in range(2))
-
-    def score(self, batch: SearchBatch) -> Tensor:
-        query_row = batch.request_query_text[batch.candidate_request]
-        query = self.text.project_query(batch.query_text, query_row)
-        document = self.text.project_pair(batch.candidate, batch.pair_text, batch.candidate_pair_text)
-        return (query * document).sum(1, keepdim=True) * self.scale + self.shift
-
-    def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
-        return {"loss": functional.binary_cross_entropy_with_logits(self.score(batch), batch.labels.float())}
-'''
 
 METRIC = """
 from models.metrics.metric import RequestMetric
@@ -106,14 +62,6 @@ from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 
 class Mine(Rqkmeans):
     pass
-"""
-
-GRID = """
-source: none
-config: newest.yaml
-metric: val/hit_rate.py:HitRate
-axes:
-  model.alpha: [0.5, 0.7]
 """
 
 KIND = '''
@@ -233,7 +181,7 @@ TINY_TIGER = {
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the project, and add a decoder, a search model and a kind of request."""
+    """Copy the project, and add a decoder and a kind of request."""
     copy = tmp_path_factory.mktemp("extended") / "project"
     for name in ("core", "models", "pipelines", "tuning", "jobs"):
         shutil.copytree(
@@ -242,10 +190,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {
         "newest.py": DECODER,
         "newest.yaml": DECODER_YAML,
-        "nearest.py": RANKER,
         "hit_rate.py": METRIC,
         "mine.py": TOKENIZER,
-        "grid.yaml": GRID,
     }
     for name, content in files.items():
         (copy / name).write_text(content.lstrip())
@@ -267,32 +213,16 @@ def build_decoder_commands(copy: Path) -> list[list[str]]:
     config = ["--config", "newest.yaml", "--fit.metric", "hit_rate.py:HitRate"]
     metric = ["--metric", "hit_rate.py:HitRate"]
     inputs = ["--tables", tables, "--sids", sids]
-    runs = ["--storage", f"{home}/runs"]
-    storage = [*runs, "--name", "newest", "--ray.num_workers", "2"]
+    storage = ["--storage", f"{home}/runs", "--name", "newest"]
+    storage += ["--ray.num_workers", "2"]
     trained = ["--checkpoint", f"{home}/runs/newest"]
     codes = ["--tokenizer", "mine.py:Mine", "--tokenizer.codebook_size", "8"]
     codes += ["--encoder", "tfidf", "--pca", "0", "--output", f"{home}/mine"]
-    sweep = ["--grid", "grid.yaml", "--name", "alphas"]
     return [
         ["tokenize", "--tables", tables, *codes],
         ["train by Ray", *config, *teacher_option, *inputs, *storage],
         ["evaluate", *trained, *inputs, "--scores", "codebook", *metric],
-        ["sweep", *sweep, *teacher_option, *inputs, *runs],
         ["compare", "--experiment", "retrieval/small"],
-    ]
-
-
-def build_search_commands(copy: Path) -> list[list[str]]:
-    """Return commands that train, evaluate and compare the new search model."""
-    home = copy.parent
-    tables, text = search_tables.write_search(home / "searches", users=20, requests=6)
-    inputs = ["--tables", tables, "--text", text]
-    fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
-    storage = ["--storage", f"{home}/runs", "--name", "nearest"]
-    return [
-        ["train", "--model.name", "nearest.py:Nearest", *inputs, *fit, *storage],
-        ["evaluate", "--checkpoint", f"{home}/runs/nearest", *inputs],
-        ["compare", "--experiment", "search/searches"],
     ]
 
 
@@ -325,7 +255,6 @@ def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str])
     store = ["--tracking_uri", new_store(copy.parent / "runs")]
     commands = [
         *build_decoder_commands(copy),
-        *build_search_commands(copy),
         *build_kind_commands(copy),
     ]
     for command in commands:
@@ -350,15 +279,8 @@ def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str])
             "Trained newest.py@",
             "Newest on test",
             "hit_rate",
-            "2 trials of grid, 0 done before; metric val/hit_rate@10",
             "$ --experiment retrieval/small",
             "newest.py@",
-        ),
-        (
-            "Trained nearest.py@",
-            "Nearest on test",
-            "$ --experiment search/searches",
-            "val/gauc",
         ),
         (
             "No violations",
@@ -368,7 +290,7 @@ def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str])
             "val/ndcg@10",
         ),
     ],
-    ids=["a decoder", "a search model", "a kind of request"],
+    ids=["a decoder", "a kind of request"],
 )
 def test_every_command_knows_an_extension(
     output: str, expected: tuple[str, ...]
@@ -418,18 +340,15 @@ def test_code_of_a_checkpoint_runs_if_it_is_named_or_trusted(
     home = copy.parent
     uri = str(home / "runs/newest/best")
     inputs = Inputs(f"{home}/small/tables", f"{home}/small/sids")
-    for saved in (checkpoint.read(uri), checkpoint.read(f"{home}/runs/nearest/best")):
-        assert len(saved.code) == 1
-        with pytest.raises(UserError, match="code of its own: "):
-            own_code.accept_code(saved.code, uri, trust=False)
-        with pytest.raises(UserError, match="in no file that may run"):
-            registry.find(saved.name)
+    saved = checkpoint.read(uri)
+    assert len(saved.code) == 1
+    with pytest.raises(UserError, match="code of its own: "):
+        own_code.accept_code(saved.code, uri, trust=False)
+    with pytest.raises(UserError, match="in no file that may run"):
+        registry.find(saved.name)
     with pytest.raises(UserError, match="code of its own"):
         LoadedModel.load(uri, inputs)
     assert LoadedModel.load(uri, inputs, trust_code=True).model
-    own_code.run_file(f"{copy}/nearest.py:Nearest")
-    own_code.accept_code(saved.code, uri, trust=False)
-    assert registry.find(saved.name).kind
 
 
 def test_a_checkpoint_names_no_file_to_run(tmp_path: Path) -> None:

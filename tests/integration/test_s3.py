@@ -104,7 +104,7 @@ MODEL = {
     "dropout": 0.2,
     "max_history": 12,
 }
-FIT = {"batch_size": 64, "max_epochs": 40, "patience": 0}
+FIT = {"batch_size": 64, "max_epochs": 15, "patience": 0}
 
 
 def load_weights(run: str) -> dict[str, torch.Tensor]:

@@ -34,10 +34,6 @@ def run_code(code: str) -> list[str]:
     return process.stdout.splitlines()
 
 
-def test_importing_the_commands_imports_no_slow_package() -> None:
-    assert run_code(f"from jobs import cli, {', '.join(JOBS)}") == ["[]"]
-
-
 def test_a_finished_run_needs_neither_ray_nor_mlflow() -> None:
     code = "import pipelines.training.run; from pipelines import tracking"
     imported = "['torch', 'pyarrow']"

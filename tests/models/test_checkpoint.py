@@ -26,18 +26,7 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.training.backends import LocalBackend
 from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import build_training
-
-TIGER = {
-    "name": "tiger",
-    "d_model": 16,
-    "d_ff": 32,
-    "num_heads": 2,
-    "d_kv": 8,
-    "num_encoder_layers": 1,
-    "num_decoder_layers": 1,
-    "beam": 24,
-}
+from tests.fixtures.trainings import TIGER, build_training
 
 
 @pytest.fixture

@@ -15,17 +15,9 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import CASES, build_training
 
-MODEL = {
-    "name": "lc_rec",
-    "width": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "ffn_width": 24,
-    "tasks": ["next"],
-    "max_history": 4,
-}
+MODEL = {**CASES["lc_rec"], "tasks": ["next"], "max_history": 4}
 
 
 def train_to(

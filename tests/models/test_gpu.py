@@ -35,7 +35,7 @@ from models.training.optimizers import CapturableAdagrad
 from tests.fixtures import small_retrieval
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
-from tests.models.test_devices import LC_REC, SIZES
+from tests.fixtures.trainings import CASES
 
 GRADIENT_MODELS = [
     name for name in registry.MODELS if registry.find(name).trains_by_gradient
@@ -44,24 +44,6 @@ MODELS_BY_KIND = {
     kind: [n for n in GRADIENT_MODELS if registry.find(n).kind.name == kind]
     for kind in ("retrieval", "search", "actions")
 }
-SMALL_OPTIONS: dict[str, dict[str, Any]] = {
-    "search": {
-        "max_history": 8,
-        "text_width": 6,
-        "dnn_width": 12,
-        "tower_width": 8,
-        "dropout": 0.0,
-    },
-    "actions": {
-        "width": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "ffn": 32,
-        "expert_width": 16,
-        "tower_width": 8,
-    },
-}
-TRANSFORMER_OPTIONS = {"width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
 WAITING_SEARCHES = {
     "atspeed_s": "the number of accepted draft tokens is read after each draft",
     "atspeed_r": "as atspeed_s",
@@ -76,15 +58,9 @@ def search_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def build_retrieval_model(name: str) -> tuple[Any, Any]:
     """Build a model, with its teacher where it has one, and a batch of its unit."""
-    model_class, catalogue = registry.find(name), small_retrieval.build_catalogue()
-    options: dict[str, Any] = {"name": name, **SIZES.get(name, {})}
-    if name == "tiger":
-        options |= small_retrieval.TEACHER
-    elif issubclass(model_class, TaughtModel):
-        is_language_model = name.startswith("lc_rec")
-        teacher = LC_REC if is_language_model else small_retrieval.TEACHER
-        options["teacher_model"] = teacher
+    catalogue = small_retrieval.build_catalogue()
     torch.manual_seed(0)
+    options = CASES.get(name) or {"name": name, "teacher_model": CASES["tiger"]}
     model: Any = build_model(options, catalogue)
     if isinstance(model, TaughtModel):
         model.set_teacher(build_teacher(model.config, catalogue))
@@ -103,9 +79,7 @@ def build_search_model(
     name: str, log: tuple[str, str], **options: Any
 ) -> tuple[Any, Dataset]:
     """Build a small model of kind search and its train examples."""
-    options = {"name": name, **SMALL_OPTIONS["search"], **options}
-    if name != "base":
-        options = {**TRANSFORMER_OPTIONS, **options}
+    options = {**CASES[name], **options}
     catalogue = SearchCatalogue.load(Inputs(log[0], text=log[1]))
     torch.manual_seed(0)
     model = build_model(options, catalogue)
@@ -165,30 +139,6 @@ def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_m
         search(meta_model, replace(meta_batch, allowed=allowed), 3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in MODELS_BY_KIND["retrieval"] if registry.find(name).options_class],
-)
-def test_an_empty_history_gets_the_same_ranking_alone_and_beside_longer_ones(name):
-    model, _ = build_retrieval_model(name)
-    model.eval()
-    batch = small_retrieval.make_requests(2, longest=5)
-    batch = replace(
-        batch,
-        history_length=torch.tensor([0, 5]),
-        history=torch.tensor([[-1] * 5, [1, 2, 3, 4, 5]]),
-    )
-    alone = replace(batch.select("B", slice(1)), history=batch.history[:1, :1])
-    padded_history = torch.nn.functional.pad(batch.history, (0, 7), value=-1)
-    padded = replace(batch, history=padded_history)
-
-    items, scores = model.recommend(batch, 3)
-    for other in (alone, padded):
-        other_items, other_scores = model.recommend(other, 3)
-        assert torch.equal(other_items[0], items[0])
-        assert torch.allclose(other_scores[0], scores[0], atol=1e-5)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS_BY_KIND["search"])
 @pytest.mark.exhaustive
@@ -210,7 +160,7 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build_actions_model(name: str, feed: str, **options: Any) -> tuple[Any, Dataset]:
     """Build a small model of kind actions and its train examples."""
-    options = {"name": name, **SMALL_OPTIONS["actions"], **options}
+    options = {**CASES[name], **options}
     torch.manual_seed(0)
     catalogue = ActionsCatalogue.load(Inputs(feed))
     model = build_model(options, catalogue)
@@ -262,7 +212,7 @@ def assert_same_loss_and_gradients(model: Any, batch: Batch, padded: Batch) -> N
 
 @pytest.mark.parametrize("name", MODELS_BY_KIND["actions"])
 def test_padding_of_a_batch_of_actions_changes_no_loss_or_gradient(name, feed):
-    model, examples = build_actions_model(name, feed, dropout=0.0, category_dropout=0.0)
+    model, examples = build_actions_model(name, feed, category_dropout=0.0)
     batch = next(examples.epoch(5, seed=1, epoch=0))
     assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
 
@@ -278,20 +228,6 @@ def test_padding_of_a_batch_of_searches_changes_no_loss_or_gradient(name, search
 def test_padding_of_a_batch_of_histories_changes_no_loss_or_gradient(name):
     model, batch = build_retrieval_model(name)
     assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
-
-
-@pytest.mark.parametrize("name", ["tiger", "sid_mlp", "sasrec"])
-def test_padding_of_requests_and_histories_changes_no_recommendation(name):
-    model, _ = build_retrieval_model(name)
-    batch = small_retrieval.make_requests(5, longest=5)
-    padded = batch.histories.pad_to_buckets(6, ("B", "T"))
-    assert padded.history.shape == (6, 6)
-
-    items, scores = model.eval().recommend(batch, 4)
-    padded_items, padded_scores = model.recommend(padded, 4)
-
-    assert torch.equal(items, padded_items[:5])
-    assert torch.allclose(scores, padded_scores[:5], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["popularity", "sid_sasrec", "tiger", "sid_mlp"])

@@ -53,10 +53,8 @@ CONFIG = {
 }
 
 
-def write_day(
-    folder: Path, day: int, items: int, places: tuple[str, ...], varies: bool = True
-) -> None:
-    """Write a day of 12 users on some items, without prices and likes unless it varies.
+def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> None:
+    """Write a day of 12 users on some items.
 
     Prices rise, and the authors of later items are earlier in alphabetical order.
     """
@@ -67,8 +65,6 @@ def write_day(
         for time in sorted(rng.sample(range(DAY_MS), 8)):
             price = "" if rng.random() < 0.2 else str(rng.random() * (day + 1))
             item, like = rng.randrange(items), rng.randrange(2)
-            if not varies:
-                price, like = "", 0
             place = rng.choice(places)
             ms = FIRST_DAY_MS + day * DAY_MS + time
             rows.append(f"u{user},i{item},{ms},{like},{place},{price}")
@@ -289,36 +285,6 @@ def test_a_checkpoint_that_cannot_be_continued_is_rejected(
     inputs = days.prepare_first(KINDS.get(changed["name"], "retrieval"))
     with pytest.raises(UserError, match=message):
         build_training(changed, make_fit_config("sasrec", **options), inputs, init=uri)
-
-
-def test_a_number_is_learned_from_the_first_day_on_which_it_varies(
-    tmp_path: Path,
-) -> None:
-    def start(name: str, init: str | None, varies: bool, *days: int) -> TrainingRun:
-        """Add days to the log, and save a model before its first step."""
-        for day in days:
-            write_day(tmp_path / "raw", day, 20, PLACES, varies)
-        inputs = append_days(tmp_path, "actions")
-        config = make_fit_config("attn_lfa")
-        run = build_training(MODELS["attn_lfa"], config, inputs, init=init)
-        checkpoint.save(tmp_path / name, run.model, run.checkpoint(epoch=1))
-        return run
-
-    first = start("first", None, False, 0, 1, 2, 3)
-    assert first.model.items.own.std.isinf().all()
-
-    second = start("second", str(tmp_path / "first"), True, 4, 5, 6)
-    info = read_manifest(str(tmp_path / "tables/sequences")).info
-    (number,) = info["custom"]["numbers"]
-    own = second.model.items.own
-    assert own.mean.tolist() == pytest.approx([number["mean"]])
-    assert own.std.tolist() == pytest.approx([number["std"]])
-    messages = "\n".join(second.messages)
-    assert "num_price had no values" in messages
-
-    third = start("third", str(tmp_path / "second"), True, 7)
-    assert torch.equal(third.model.items.own.std, own.std)  # fixed from then on
-    assert "num_price" not in "\n".join(third.messages)
 
 
 def test_hash_buckets_get_the_vectors_of_their_values() -> None:

@@ -115,7 +115,6 @@ def test_axes_in_together_vary_in_parallel(load: Load) -> None:
             {},
             {"together": [["fit.lr", "fit.seed"]]},
         ),
-        ("unknown key 'axis'", {}, {"smoke": True}, {"smoke": {"axis": {}}}),
         ("metric is 'ndcg@10'", {}, {}, {"metric": "ndcg@10"}),
         ("missing: checkpoint", {}, {}, {"job": "evaluate", "fixed": {}}),
     ],

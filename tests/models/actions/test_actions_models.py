@@ -5,45 +5,29 @@ padding and train every weight; and the properties of each fusion.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.actions import fusions
+from models import loaded_model
 from models.actions.base import FusionModel
 from models.actions.batch import ActionsBatch, has_tied_times
+from tests.fixtures.trainings import CASES
 
-SMALL = {
-    "width": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "ffn": 24,
-    "experts": 3,
-    "expert_width": 8,
-    "tower_width": 6,
-    "dropout": 0.0,
-}
-VARIANTS = {
-    "interleaved": (fusions.Interleaved, fusions.ActionsConfig),
-    "attn_lfa": (fusions.AttnLFA, fusions.ActionsConfig),
-    "attn_mvp": (fusions.AttnMVP, fusions.AttnMVPConfig),
-    "attn_mvp_no_lfa": (
-        fusions.AttnMVP,
-        partial(fusions.AttnMVPConfig, late_fusion=False),
-    ),
-    "attn_dhn": (fusions.AttnDHN, fusions.ActionsConfig),
-    "lac": (fusions.LAC, fusions.ActionsConfig),
-    "genrank": (fusions.GenRank, fusions.ActionsConfig),
-}
+VARIANTS = [
+    name
+    for name, options in CASES.items()
+    if options.get("width") == 16 and "ffn" in options and "item_ids" not in options
+]
+"""Models of actions that are trained by gradient, and a variant."""
 
 
 def build_model(name: str, catalogue, **changes) -> FusionModel:
     """Build a small model in evaluation mode."""
-    model_class, config_class = VARIANTS[name]
     torch.manual_seed(0)
-    model = model_class(config_class(**(SMALL | changes)), catalogue).eval()
+    model: Any = loaded_model.build_model(CASES[name] | changes, catalogue).eval()
     with torch.no_grad():  # away from zeros, so that a leak would show
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -104,22 +88,6 @@ def test_a_candidate_and_labels_change_no_other_prediction(name, catalogue, batc
             assert not context_changes.any()
             assert not candidate_changes[1:].any()
             assert candidate_changes[0].tolist() == [index == c for index in range(3)]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_padding_is_not_read(name, catalogue, batch):
-    model = build_model(name, catalogue)
-    padded = batch.map(Tensor.clone)
-    padded.item[~batch.valid] = 1
-    padded.action[~batch.valid] = 1
-    padded.candidate_item[~batch.candidate_valid] = 1
-    with torch.no_grad():
-        torch.testing.assert_close(model.score(padded), model.score(batch))
-        # user 1 without padding
-        alone = batch.select("B", slice(1, 2))
-        alone = alone.map(lambda value: value[:, :3] if value.ndim > 1 else value)
-        torch.testing.assert_close(model.score(alone), model.score(batch)[3:6])
-        torch.testing.assert_close(model(padded)["loss"], model(batch)["loss"])
 
 
 TIES = {
@@ -247,7 +215,7 @@ def test_ids_are_dropped_at_random_in_training_only(catalogue):
     model.eval().items(item)
 
     # the first columns of the input are the ID's embedding
-    train_ids, eval_ids = (part[:, : SMALL["width"]] for part in inputs)
+    train_ids, eval_ids = (part[:, :16] for part in inputs)
     dropped_share = (train_ids == 0).all(1).double().mean()
     assert 0.45 < dropped_share < 0.55
     assert (eval_ids != 0).any(1).all()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from core.tables import commit, write_part
-from models.dataset.columns import MAX_UNUSED_S, open_columns
+from models.dataset.columns import open_columns
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
 """Values of each part, whose narrowest types differ."""
@@ -96,18 +94,3 @@ def test_a_failed_decode_leaves_nothing_in_the_cache(cache, table):
         open_columns(table, "test", ["value"], fail_on_second)
     assert list_entries(cache) == []
     assert len(open_columns(table, "test", ["value"], decode)["value"]) == 5
-
-
-def test_entries_that_were_not_opened_for_a_week_are_removed(cache, table):
-    open_columns(table, "test", ["value"], decode)
-    (old,) = list_entries(cache)
-    long_ago = time.time() - MAX_UNUSED_S - 60
-    os.utime(old, (long_ago, long_ago))
-    unfinished = cache / f"test-{'0' * 32}.abc"
-    unfinished.mkdir()
-    os.utime(unfinished, (long_ago, long_ago))
-
-    open_columns(table, "test", ["value"], decode, settings="another")
-
-    assert not old.exists()
-    assert not unfinished.exists()

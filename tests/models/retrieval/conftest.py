@@ -1,4 +1,4 @@
-"""Writers of small retrieval tables, and a TIGER that is trained once per session."""
+"""Writers of small retrieval tables, and checkpoints of a teacher and an encoder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from core.schemas import (
     Inputs,
@@ -19,14 +20,15 @@ from core.schemas import (
     items_schema,
     sequences_schema,
 )
-from core.tables import Table, commit, write_part
-from models.retrieval.data import Catalogue
+from models.dataset.dataset import Dataset
+from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from models.training.loop import Report, fit
+from models.training_run import TrainingRun
 from tests.fixtures import training_tables
+from tests.fixtures.commands import load_split
 from tests.fixtures.infos import make_info
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import TIGER, build_training
 
 Log = dict[str, list[tuple[int, int]]]
 """User -> (timestamp, item_index), in order of time."""
@@ -67,15 +69,6 @@ def build_sequence(user: str, behaviours: list[tuple[int, int]]) -> dict[str, An
     }
 
 
-def commit_table(
-    folder: Path, schema: pa.Schema, parts: list[pa.Table], inputs: dict, info: Any
-) -> Table:
-    """Write the parts of a table and its manifest."""
-    uri = str(folder)
-    files = [write_part(uri, part) for part in parts]
-    return commit(uri, folder.name, schema, files, config={}, inputs=inputs, info=info)
-
-
 @pytest.fixture
 def write_tables(tmp_path: Path) -> WriteTables:
     """A function that writes `items` and `sequences` of a log, a few users per part."""
@@ -84,96 +77,103 @@ def write_tables(tmp_path: Path) -> WriteTables:
         log: Log, num_items: int, name: str = "tables", users_per_part: int = 3
     ) -> Path:
         root = tmp_path / name
-        schema = items_schema()
         columns = {
             "item_index": np.arange(num_items, dtype=np.int32),
             "item_id": [f"i{i:05d}" for i in range(num_items)],
         }
-        items = pa.table(columns, schema=schema)
-        items_manifest = commit_table(
-            root / "items", schema, [items], {}, make_info(ItemsInfo)
+        items = training_tables.write_table(
+            f"{root}/items",
+            "items",
+            pa.table(columns, schema=items_schema()),
+            make_info(ItemsInfo),
+            {},
         )
-
-        schema = sequences_schema(events_schema())
         rows = [build_sequence(user, behaviours) for user, behaviours in log.items()]
-        parts = [
-            pa.Table.from_pylist(rows[first : first + users_per_part], schema=schema)
-            for first in range(0, len(rows), users_per_part)
-        ]
-        inputs = {"items": items_manifest.hash}
-        info = make_info(RetrievalInfo, kind="retrieval")
-        commit_table(root / "sequences", schema, parts, inputs, info)
+        training_tables.write_table(
+            f"{root}/sequences",
+            "sequences",
+            pa.Table.from_pylist(rows, sequences_schema(events_schema())),
+            make_info(RetrievalInfo, kind="retrieval"),
+            {"items": items.hash},
+            parts=-(-len(rows) // users_per_part),
+        )
         return root
 
     return write
 
 
-@dataclass
-class TrainedTiger:
-    """Tables with semantic IDs and the run folder of a TIGER trained on them."""
+HEADS = {
+    "attention_heads": 2,
+    "attention_width": 24,
+    "ffn_width": 32,
+    "head_width": 20,
+    "dropout": 0.0,
+}
+ENCODER = {"name": "sid_mlp_pp_encoder", "encoder_layers": 1, "encoder_width": 24}
+"""Options of stage 1 of SID-MLP++."""
+FIT = FitConfig(
+    batch_size=32, max_epochs=1, lr=5e-3, warmup_share=0.0, patience=0, seed=2
+)
 
-    root: Path
+
+@dataclass
+class Distillation:
+    """Tables, and checkpoints of an untrained teacher and an untrained stage 1."""
+
+    folder: Path
     tables: str
     sids: str
-    folder: Path
-    """Run folder of the TIGER, with the checkpoint `best`."""
-    ndcg: float
-    """Best validation ndcg@10 of the TIGER."""
 
     @property
-    def catalogue(self) -> Catalogue:
-        """The catalogue of the tables."""
-        return Catalogue.load(Inputs(self.tables, self.sids))
+    def inputs(self) -> Inputs:
+        """URIs of the tables and the semantic IDs."""
+        return Inputs(self.tables, self.sids)
 
-    def train(
-        self, model: dict[str, Any], folder: Path, epochs: int, metric: str = "ndcg@10"
-    ) -> tuple[Any, list[Report]]:
-        """Train a model on the tables as `jobs.train` does, without Ray.
+    @property
+    def teacher(self) -> str:
+        """Folder of the teacher's run."""
+        return str(self.folder / "tiger")
 
-        The best checkpoint is saved as `best` in `folder`.
+    @property
+    def stage_1(self) -> str:
+        """Folder of the run of stage 1 of SID-MLP++."""
+        return str(self.folder / "encoder")
 
-        Returns:
-            The training's set-up and the event of each epoch.
+    def build(
+        self, cache: Path | str | None = None, fit: FitConfig = FIT, **model: Any
+    ) -> TrainingRun:
+        """Build the training of a student, by default a SID-MLP.
+
+        Args:
+            cache: Folder of the teacher's cache, or None for no cache.
+            fit: Options of the training loop.
+            model: Options of the student that differ from the defaults.
         """
-        config = FitConfig(
-            lr=5e-3,
-            warmup_share=0.0,
-            batch_size=32,
-            max_epochs=epochs,
-            patience=0,
-            metric=metric,
-            seed=2,
-        )
-        setup = build_training(model, config, Inputs(self.tables, self.sids))
-        events = []
-        for event in fit(setup.model, setup.train, setup.validate, setup.fit):
-            if not event.ends_epoch:
-                continue
-            events.append(event)
-            if event.is_best:
-                about = setup.checkpoint(epoch=event.epoch, metrics=event.metrics)
-                checkpoint.save(folder / "best", setup.model, about)
-        return setup, events
+        options = {
+            "name": "sid_mlp",
+            "teacher": self.teacher,
+            "teacher_cache": str(cache or ""),
+            **model,
+        }
+        if options["name"] in ("sid_mlp", "sid_mlp_pp"):
+            options = {**HEADS, **options}
+        return build_training(options, fit, self.inputs)
+
+    def load_requests(self, split: Any) -> Dataset:
+        """Load the requests of a split."""
+        return load_split(RETRIEVAL, f"{self.tables}/sequences", split, max_history=6)
 
 
 @pytest.fixture(scope="session")
-def trained_tiger(tmp_path_factory: pytest.TempPathFactory) -> TrainedTiger:
-    """Tables and a small TIGER that ranks better than chance."""
-    root = tmp_path_factory.mktemp("retrieval")
-    tables, sids = training_tables.write_tables(root, users=120)
-    tiger = TrainedTiger(root, tables, sids, root / "tiger", 0.0)
-    model = {
-        "name": "tiger",
-        "d_model": 16,
-        "d_ff": 32,
-        "num_heads": 2,
-        "d_kv": 8,
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 2,
-        "n_user_tokens": 2,
-        "dropout": 0.0,
-        "beam": 24,
-    }
-    _, events = tiger.train(model, tiger.folder, 12)
-    tiger.ndcg = max(event.metrics["ndcg@10"] for event in events)
-    return tiger
+def distillation(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
+    """Tables of 30 users with a teacher and a stage 1 of SID-MLP++."""
+    folder = tmp_path_factory.mktemp("cache")
+    tables, sids = training_tables.write_tables(folder, users=30)
+    teacher = build_training(TIGER, FIT, Inputs(tables, sids))
+    # log-probabilities far from uniform
+    torch.nn.init.normal_(teacher.model.backbone.embedding.weight, std=2.0)
+    checkpoint.save(folder / "tiger/best", teacher.model, teacher.checkpoint(epoch=1))
+    distillation = Distillation(folder, tables, sids)
+    stage_1 = distillation.build(None, **ENCODER)
+    checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
+    return distillation

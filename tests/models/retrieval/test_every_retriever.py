@@ -254,16 +254,16 @@ ALLOWED = [
 def test_recommendations_depend_on_the_latest_history_alone(case: str) -> None:
     """Other requests, padding, targets and older behaviours change nothing."""
     model, options = build_case(case), beam_options(case, 8)
-    batch = make_requests_with_lengths([LONGEST + 3, 2, LONGEST, LONGEST + 1, 1])
+    batch = make_requests_with_lengths([LONGEST + 3, 2, LONGEST, LONGEST + 1, 1, 0])
     items, scores = model.recommend(batch, 6, **options)
     assert all(len(set(row)) == 6 for row in items.tolist())
 
     wider = replace(batch, history=functional.pad(batch.history, (0, 1), value=PAD))
-    variants = [(wider, slice(5))]
+    variants = [(wider, slice(6))]
     for row, length in enumerate(batch.history_length.tolist()):
         request = repeat_row(batch, row)
-        latest = request.history[:, :length][:, -LONGEST:]
-        length = torch.tensor([latest.shape[1]])
+        latest = request.history[:, : max(1, length)][:, -LONGEST:]
+        length = torch.tensor([min(length, LONGEST)])
         if case == "popularity":
             latest, length = request.history, request.history_length
         alone = replace(request, history=latest, history_length=length)

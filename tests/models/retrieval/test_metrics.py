@@ -98,23 +98,6 @@ def test_metrics_of_baskets_equal_counts_by_hand():
     assert sums["examples"] == 40
 
 
-def test_sums_of_batches_add_up():
-    ranked = draw_rankings(50, seed=1)
-    generator = torch.Generator().manual_seed(3)
-    target = torch.randint(0, 30, (50,), generator=generator)
-
-    def measure(rows: slice) -> dict[str, float]:
-        values = {"target": target[rows], "repeats": torch.ones(len(target[rows]))}
-        return measure_ranking(ranked[rows], fill_batch(RequestBatch, {}, **values))
-
-    whole = measure(slice(None))
-    parts = [measure(slice(first, first + 7)) for first in range(0, 50, 7)]
-    assert add_sums(parts) == pytest.approx(whole)
-    assert whole["examples"] == 50
-    assert "examples" not in means(whole)
-    assert means(whole)["recall@10"] == pytest.approx(whole["recall@10"] / 50)
-
-
 def test_requests_with_a_first_interaction_have_separate_metrics():
     """A request whose target is in the history is a repeat; the third one is not."""
     ranked = torch.arange(max(CUTOFFS)).expand(3, -1)

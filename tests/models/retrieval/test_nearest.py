@@ -9,27 +9,17 @@ import pytest
 import torch
 
 from models.loaded_model import build_model
-from models.retrieval.data import Catalogue
-from tests.fixtures.small_retrieval import TEACHER, build_catalogue
-
-ITEMS = 30
+from tests.fixtures.small_retrieval import build_catalogue
+from tests.fixtures.trainings import CASES
 
 
-def build(name: str, **config: Any) -> Any:
-    """Return a model of 30 items with random weights."""
-    torch.manual_seed(0)
-    catalogue = build_catalogue() if name == "tiger" else Catalogue(ITEMS)
-    return build_model({"name": name, **config}, catalogue)
-
-
-@pytest.mark.parametrize(
-    ("name", "config"), [("sasrec", {"dim": 8}), ("tiger", TEACHER)]
-)
+@pytest.mark.parametrize("name", ["sasrec", "tiger"])
 def test_nearest_items_have_the_highest_cosines_of_item_vectors(
-    name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("models.retrieval.model.ITEMS_PER_BLOCK", 7)
-    model = build(name, **config)
+    torch.manual_seed(0)
+    model: Any = build_model(CASES[name], build_catalogue())
     vectors = model.item_vectors().detach().double().numpy()
     norm = np.linalg.norm(vectors, axis=1)
     cosine = vectors @ vectors.T / np.outer(norm, norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -12,19 +11,13 @@ from torch import Tensor
 from models.retrieval import retriever
 from models.retrieval.students.recurrent import RecurrentScorer
 from tests.fixtures.small_retrieval import build_taught, make_requests
-
-SMALL: dict[str, dict[str, Any]] = {
-    "gdn": {"num_layers": 2, "heads": 2, "head_width": 6, "ffn_width": 24, "chunk": 8},
-    "mamba2": {"num_layers": 2, "width": 24, "head_width": 12, "state": 10, "chunk": 8},
-}
-NAMES = sorted(SMALL)
+from tests.fixtures.trainings import CASES
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_requests_with_large_beam_states_are_searched_in_parts(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = build_taught(name, spread=1.0, **SMALL[name])
+    model = build_taught(spread=1.0, **CASES["gdn"])
     batch = make_requests(7)
     expected_items, expected_scores = model.recommend(batch, 5, beam=4)
     beam_bytes = 3 * 4 * model.decoder.beam_bytes  # 3 requests of 4 beams

@@ -12,7 +12,7 @@ from models.retrieval.requests import RETRIEVAL
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.commands import load_split
-from tests.fixtures.small_retrieval import make_requests, make_windows
+from tests.fixtures.small_retrieval import make_windows
 
 ITEMS = 12
 
@@ -35,17 +35,6 @@ def test_a_later_behaviour_changes_no_earlier_state(sasrec):
         before, new_before = states[:, :position], new_states[:, :position]
         torch.testing.assert_close(new_before, before, rtol=0, atol=0)
         assert (new_states[:, position] != states[:, position]).any(1).all()
-
-
-def test_a_search_computes_the_last_of_all_states(sasrec):
-    batch = make_requests(6, ITEMS)
-    states = sasrec.states(batch.history)
-
-    last = sasrec.last_states(batch)
-
-    for row, length in enumerate(batch.history_length.tolist()):
-        expected = states[row, length - 1] if length else torch.zeros(16)
-        torch.testing.assert_close(last[row], expected)
 
 
 def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(

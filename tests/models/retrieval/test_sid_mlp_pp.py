@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import cache, partial
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
-from core.schemas import Inputs
 from models.loaded_model import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone, RoleTokens
@@ -30,7 +29,7 @@ from models.training import checkpoint
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.small_retrieval import make_requests_with_lengths
-from tests.models.retrieval.conftest import TrainedTiger
+from tests.models.retrieval.conftest import Distillation
 
 ITEMS = 24
 TIGER = {
@@ -45,7 +44,6 @@ TIGER = {
     "dropout": 0.0,
 }
 SIZES = {"encoder_layers": 2, "encoder_width": 32}
-HEADS = {"attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 32}
 make_requests = partial(make_requests_with_lengths, items=ITEMS)
 
 
@@ -175,57 +173,35 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
     assert total["tokens"].item() == is_real.sum().item()
 
 
-@pytest.fixture(scope="module")
-def trained(trained_tiger: TrainedTiger) -> SimpleNamespace:
-    """Both stages, trained from the teacher for a few epochs."""
-    root = trained_tiger.root / "pp"
-    teacher = trained_tiger.folder
-    stage_1 = {"name": "sid_mlp_pp_encoder", "teacher": str(teacher), **SIZES}
-    _, events = trained_tiger.train(stage_1, root / "encoder", 10, "neg_mse")
-    encoder = str(root / "encoder")
-    stage_2 = {"name": "sid_mlp_pp", "encoder": encoder, "beam": 24, **HEADS}
-    trained_tiger.train(stage_2, root / "student", 10)
-    return SimpleNamespace(
-        root=root,
-        inputs=Inputs(trained_tiger.tables, trained_tiger.sids),
-        catalogue=trained_tiger.catalogue,
-        teacher=teacher,
-        encoder=root / "encoder",
-        student=root / "student",
-        stage_1_events=events,
-    )
-
-
-def test_both_stages_learn_and_stage_2_leaves_the_encoder_unchanged(trained, tmp_path):
-    metrics = [event.metrics for event in trained.stage_1_events]
-    errors = [epoch["mse"] for epoch in metrics]
-    assert errors[-1] < 0.5 * errors[0]
-    assert metrics[-1]["r2"] > 0.5
-    best = checkpoint.read(trained.encoder / "best")
-    assert best.metrics["mse"] == min(errors)
-    folders, path = trained.inputs.folders(), str(trained.encoder / "best")
+def test_stage_2_has_the_frozen_encoder_of_stage_1_and_needs_it_no_more(
+    distillation: Distillation, tmp_path: Path
+) -> None:
+    shutil.copytree(distillation.stage_1, tmp_path / "encoder")
+    options = {"name": "sid_mlp_pp", "teacher": ""}
+    run = distillation.build(**options, encoder=str(tmp_path / "encoder"))
+    checkpoint.save(tmp_path / "student", run.model, run.checkpoint(epoch=1))
+    path = str(tmp_path / "encoder/best")
+    folders = distillation.inputs.folders()
     result, _ = evaluate(EvaluateConfig(checkpoint=path, **folders))
     assert set(result.metrics) == {"mse", "neg_mse", "r2"}
 
-    encoder, _ = load_model(trained.encoder / "best", trained.catalogue)
-    shutil.copytree(trained.student / "best", tmp_path / "student")
-    moved = trained.root.rename(trained.root.with_name("moved"))
-    try:  # the student is loaded without its teacher and its encoder
-        student, about = load_model(tmp_path / "student", trained.catalogue)
-    finally:
-        moved.rename(trained.root)
+    encoder, _ = load_model(path, run.catalogue)
+    shutil.rmtree(tmp_path / "encoder")
+    student, about = load_model(tmp_path / "student", run.catalogue)
+
+    assert not any(p.requires_grad for p in run.model.backbone.parameters())
     encoder_weights = encoder.backbone.state_dict()
     for name, value in student.backbone.state_dict().items():
         assert torch.equal(value, encoder_weights[name])
-    assert about.model["encoder_width"] == 32
-    assert about.metrics["recall@5"] > 2 * 5 / ITEMS
+    assert about.model["encoder_width"] == 24
 
 
-def test_a_missing_or_wrong_encoder_is_rejected(trained, tmp_path):
-    tiger, about = load_model(trained.teacher / "best", trained.catalogue)
+def test_a_missing_or_wrong_encoder_is_rejected(distillation, tmp_path):
+    catalogue = Catalogue.load(distillation.inputs)
+    tiger, about = load_model(f"{distillation.teacher}/best", catalogue)
     tiger.backbone.embedding.weight.data += 1.0
     checkpoint.save(tmp_path / "other", tiger, about)
-    teacher, encoder = str(trained.teacher), str(trained.encoder)
+    teacher, encoder = distillation.teacher, distillation.stage_1
     for message, options in {
         "model.encoder is not set": {"teacher": teacher},
         "neither a checkpoint nor": {"encoder": "/nowhere"},
@@ -234,9 +210,9 @@ def test_a_missing_or_wrong_encoder_is_rejected(trained, tmp_path):
         "another teacher": {"encoder": encoder, "teacher": str(tmp_path / "other")},
     }.items():
         with pytest.raises(UserError, match=message):
-            SidMlpPp.resolve_config(SidMlpPpConfig(**options), trained.catalogue)
-    versions = dict(trained.catalogue.versions)
+            SidMlpPp.resolve_config(SidMlpPpConfig(**options), catalogue)
+    versions = dict(catalogue.versions)
     versions["sids"] = replace(versions["sids"], hash="f" * 64)
-    other_catalogue = replace(trained.catalogue, versions=versions)
+    other_catalogue = replace(catalogue, versions=versions)
     with pytest.raises(UserError, match="another table 'sids'"):
         SidMlpPp.resolve_config(SidMlpPpConfig(encoder=encoder), other_catalogue)

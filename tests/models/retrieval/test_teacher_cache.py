@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,97 +10,12 @@ import pytest
 import torch
 
 from core.schemas import Inputs
-from models.dataset.dataset import Dataset
-from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import Report, fit
 from models.training_run import TrainingRun
-from tests.fixtures.commands import load_split
-from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
-
-TIGER = {
-    "name": "tiger",
-    "d_model": 16,
-    "d_ff": 32,
-    "num_heads": 2,
-    "d_kv": 8,
-    "num_encoder_layers": 2,
-    "num_decoder_layers": 2,
-    "n_user_tokens": 2,
-    "max_history": 6,
-}
-HEADS = {
-    "attention_heads": 2,
-    "attention_width": 24,
-    "ffn_width": 32,
-    "head_width": 20,
-    "dropout": 0.0,
-}
-ENCODER = {"name": "sid_mlp_pp_encoder", "encoder_layers": 1, "encoder_width": 24}
-"""Options of stage 1 of SID-MLP++."""
-FIT = FitConfig(
-    batch_size=32, max_epochs=1, lr=5e-3, warmup_share=0.0, patience=0, seed=2
-)
-
-
-@dataclass
-class Distillation:
-    """Tables, and checkpoints of an untrained teacher and an untrained stage 1."""
-
-    folder: Path
-    tables: str
-    sids: str
-
-    @property
-    def teacher(self) -> str:
-        """Folder of the teacher's run."""
-        return str(self.folder / "tiger")
-
-    @property
-    def stage_1(self) -> str:
-        """Folder of the run of stage 1 of SID-MLP++."""
-        return str(self.folder / "encoder")
-
-    def build(
-        self, cache: Path | str | None, fit: FitConfig = FIT, **model: Any
-    ) -> TrainingRun:
-        """Build the training of a student, by default a SID-MLP.
-
-        Args:
-            cache: Folder of the teacher's cache, or None for no cache.
-            fit: Options of the training loop.
-            model: Options of the student that differ from the defaults.
-        """
-        options = {
-            "name": "sid_mlp",
-            "teacher": self.teacher,
-            "teacher_cache": str(cache or ""),
-            **model,
-        }
-        if options["name"] in ("sid_mlp", "sid_mlp_pp"):
-            options = {**HEADS, **options}
-        return build_training(options, fit, Inputs(self.tables, self.sids))
-
-    def load_requests(self, split: Any) -> Dataset:
-        """Load the requests of a split."""
-        return load_split(RETRIEVAL, f"{self.tables}/sequences", split, max_history=6)
-
-
-@pytest.fixture(scope="module")
-def distillation(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
-    """Tables of 30 users with a teacher and a stage 1 of SID-MLP++."""
-    folder = tmp_path_factory.mktemp("cache")
-    tables, sids = write_tables(folder, users=30)
-    teacher = build_training(TIGER, FIT, Inputs(tables, sids))
-    # log-probabilities far from uniform
-    torch.nn.init.normal_(teacher.model.backbone.embedding.weight, std=2.0)
-    checkpoint.save(folder / "tiger/best", teacher.model, teacher.checkpoint(epoch=1))
-    distillation = Distillation(folder, tables, sids)
-    stage_1 = distillation.build(None, **ENCODER)
-    checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
-    return distillation
+from tests.models.retrieval.conftest import ENCODER, FIT, Distillation
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +41,9 @@ def table_kinds(cache: Path) -> list[str]:
 @pytest.mark.parametrize(
     "model",
     [
-        {},
         {"alpha": 0.3, "tau": 2.0, "logits": "vocabulary", "readout": "per_digit"},
-        {"alpha": 0.0},
-        {"name": "one_layer", "m": 1},
         ENCODER,
         {"name": "sid_mlp_pp", "encoder": "encoder"},
-        {"name": "sid_mlp_pp", "end_to_end": True},
     ],
 )
 def test_training_with_the_cache_equals_training_without_up_to_half_precision(

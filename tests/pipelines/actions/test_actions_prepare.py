@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,25 +151,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     gzip_files = {"log_standard_2.csv.gz": second_file}
     tables, reported = prepare_log(folder, LOG, gzip_files=gzip_files)
     return Prepared(folder, tables, reported)
-
-
-def test_bad_and_duplicate_rows_of_several_files_are_rejected_and_counted(
-    prepared: Prepared,
-) -> None:
-    statistics = json.loads((prepared.folder / "tables/statistics.json").read_text())
-    rejects = read_rows(prepared.tables, "rejects")
-
-    assert statistics["raw"]["reject_reasons"] == {
-        "click: not a bool, compare it, such as cast(click as double) > 0": 1,
-        "rating: outside 0.5 to 5": 1,
-    }
-    assert statistics["raw"]["duplicates"] == 1
-    assert statistics["interactions"] == 8
-    assert statistics["sparsity"] == 0  # both users have events of both items
-    assert sorted((row["file"], row["row"]) for row in rejects) == [
-        ("log_standard_2.csv.gz", 1),
-        ("log_standard_2.csv.gz", 2),
-    ]
 
 
 def test_constant_tasks_and_actions_are_dropped(prepared: Prepared) -> None:

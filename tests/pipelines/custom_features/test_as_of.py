@@ -88,12 +88,6 @@ def use_prices_of_the_next_request(rows: list[Row], info: Row) -> None:
                 request["num_price"] = later["num_price"][: len(request["num_price"])]
 
 
-def use_prices_of_the_next_behaviour(rows: list[Row], info: Row) -> None:
-    """Give the behaviours of a user the prices of the next behaviours."""
-    row = next(row for row in rows if len(set(row["num_price"])) > 1)
-    row["num_price"] = row["num_price"][1:] + row["num_price"][:1]
-
-
 def test_the_audit_finds_candidates_with_later_prices(
     priced: str, tmp_path: Path
 ) -> None:
@@ -105,14 +99,6 @@ def test_the_audit_finds_candidates_with_later_prices(
     assert "num_price is [" in violations["features"][0]
 
 
-def test_the_audit_finds_behaviours_with_later_prices(
-    priced: str, tmp_path: Path
-) -> None:
-    tables = copy_with_change(priced, tmp_path, use_prices_of_the_next_behaviour)
-
-    assert set(find_violations(tables)) == {"behaviours"}
-
-
 def copy_with_prices(raw: Path, folder: Path, prices: pl.DataFrame) -> Path:
     """Copy the log to the folder `raw` with other prices."""
     copied = folder / "raw"
@@ -121,21 +107,6 @@ def copy_with_prices(raw: Path, folder: Path, prices: pl.DataFrame) -> Path:
         (copied / name).write_bytes((raw / name).read_bytes())
     prices.write_csv(copied / "prices.csv")
     return copied
-
-
-def test_a_price_of_the_very_time_of_a_search_is_not_known_to_it(
-    raw: Path, tmp_path: Path
-) -> None:
-    """The audit, which joins strictly earlier rows, agrees with the tables."""
-    times = pl.read_csv(raw / "events.csv")["at"].unique().sort().to_list()
-    prices = pl.read_csv(raw / "prices.csv")
-    prices = prices.with_columns(since=pl.Series(times[5:305]))
-
-    tables = prepare_tables(
-        tmp_path, copy_with_prices(raw, tmp_path, prices), WITH_PRICES
-    )
-
-    assert find_violations(tables) == {}
 
 
 def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(

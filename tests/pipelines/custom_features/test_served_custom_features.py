@@ -13,49 +13,15 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import Inputs
 from models.dataset.dataset import Dataset
 from models.search.requests import SearchBatch
-from models.training import checkpoint
-from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
-from pipelines import tracking
 from pipelines.serving import package
-from pipelines.serving.registered_model import register
 from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables, write_random_text
-from tests.fixtures.trainings import build_training
+from tests.fixtures.served_models import register_ranker
 
 Row = dict[str, Any]
-
-SIZES = {
-    "width": 16,
-    "num_layers": 1,
-    "max_history": 8,
-    "dnn_width": 16,
-    "tower_width": 8,
-    "text_width": 8,
-}
-
-
-def register_model(folder: Path, uri: str, tables: str, text: str) -> TrainingRun:
-    """Register an untrained model as version 1 of `qgs`; return its training."""
-    fit, inputs = FitConfig(batch_size=8), Inputs(tables, text=text)
-    run = build_training({"name": "qgs", **SIZES}, fit, inputs)
-    config = {
-        "model": run.model.config_to_dict(run.model.config),
-        "tables": tables,
-        "text": text,
-    }
-    tracked = tracking.open_run(
-        uri, "qgs/own", "qgs", str(folder), config=config, hashes=run.catalogue.hashes
-    )
-    saved = run.checkpoint(epoch=1, tracking=vars(tracked))
-    checkpoint.save(folder / "qgs", run.model, saved)
-    tracking.Logger(tracked).tag(checkpoint=str(folder / "qgs"))
-    register(tracked, "qgs")
-    run.model.eval()
-    return run
 
 
 def load_served(uri: str, **model_config: Any) -> Any:
@@ -89,9 +55,10 @@ def make_request(tables: str, batch: SearchBatch) -> Row:
     row = read_rows(tables, "sequences")[int(batch.user_row[0])]
     items = read_column(tables, "items", "item_id")
     queries = read_column(tables, "queries", "query")
-    request = next(r for r in row["requests"] if r["split"] == "test")
+    time = int(batch.request_time[0])
+    request = next(r for r in row["requests"] if r["timestamp_ms"] == time)
     end = request["history_end"]
-    past = range(max(0, end - 8), end)
+    past = range(end - int(batch.request_end[0]), end)
     num_built_in = batch.features.shape[1] - 2
     return {
         "candidates": [items[item] for item in request["candidates"]],
@@ -113,7 +80,7 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
     settings = {"search": {"item_features": ["brand", "weight"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
-    register_model(tmp_path, uri, tables, text)
+    register_ranker(tmp_path, "qgs", tables, text)
     model = load_served(uri)
     items = read_column(tables, "items", "item_id")
     rows = read_rows(tables, "sequences")
@@ -149,7 +116,7 @@ def registered(
     """The training of a registered model, and the model as MLflow serves it."""
     folder = tmp_path_factory.mktemp("registered")
     uri = new_store(folder)
-    run = register_model(folder, uri, tables, text)
+    run = register_ranker(folder, "qgs", tables, text)
     return run, load_served(uri)
 
 
@@ -204,7 +171,7 @@ def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
 ) -> None:
     tables = prepare_tables(tmp_path, raw)
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
-    run = register_model(tmp_path, uri, tables, text)
+    run = register_ranker(tmp_path, "qgs", tables, text)
     without_counts = load_served(uri)
     examples = load_test_requests(run, tables)
     batches = [examples.collate(np.array([n])) for n in range(len(examples))]

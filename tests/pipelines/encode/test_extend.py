@@ -59,9 +59,7 @@ def build_titles(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_old_codes_stay_and_new_items_get_free_ones(
-    ray_local: None, tmp_path: Path, name: str
-) -> None:
+def test_old_codes_stay_and_new_items_get_free_ones(tmp_path: Path, name: str) -> None:
     sids, tokenizer = str(tmp_path / "sids"), TOKENIZERS[name]
     items = write_items(tmp_path / "items", build_titles(COUNT))
     config = build_config(tmp_path, tokenizer=tokenizer)
@@ -170,7 +168,7 @@ def test_precomputed_embeddings_of_new_items_are_added(
     ],
 )
 def test_an_extension_that_does_not_fit_is_refused(
-    ray_local: None, tmp_path: Path, change: dict[str, Any], message: str
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
     items = write_items(tmp_path / "items", titles)

@@ -85,7 +85,7 @@ def test_each_item_gets_its_row(
 
 
 def test_the_job_tokenizes_precomputed_embeddings(
-    ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tables/items").mkdir(parents=True)
     write_items(tmp_path / "tables/items", [""] * 40)  # text is not read

@@ -96,7 +96,7 @@ def check_paths(trie: str, codes: np.ndarray) -> None:
 
 
 def test_tables_record_their_inputs_and_describe_the_codes(
-    ray_local: None, items: Table, tmp_path: Path
+    items: Table, tmp_path: Path
 ) -> None:
     output = tmp_path / "sids"
 
@@ -124,9 +124,7 @@ def test_tables_record_their_inputs_and_describe_the_codes(
     check_paths(str(output / "trie"), codes)
 
 
-def test_a_second_run_writes_only_missing_tables(
-    ray_local: None, items: Table, tmp_path: Path
-) -> None:
+def test_a_second_run_writes_only_missing_tables(items: Table, tmp_path: Path) -> None:
     output = tmp_path / "sids"
     sids, trie, _ = tokenize_items(items, output)
     change_times = read_change_times(output)
@@ -149,9 +147,7 @@ def test_a_second_run_writes_only_missing_tables(
     assert new_sids.hash == sids.hash
 
 
-def test_tokenizers_share_embeddings(
-    ray_local: None, items: Table, tmp_path: Path
-) -> None:
+def test_tokenizers_share_embeddings(items: Table, tmp_path: Path) -> None:
     shared = str(tmp_path / "embeddings")
     first = tokenize_items(items, tmp_path / "a", embeddings=shared)
     change_times = read_change_times(tmp_path / "embeddings")
@@ -172,16 +168,13 @@ def test_tokenizers_share_embeddings(
 
 
 def test_other_settings_need_overwrite_and_replace_all_tables(
-    ray_local: None, items: Table, tmp_path: Path
+    items: Table, tmp_path: Path
 ) -> None:
     tokenize_items(items, tmp_path / "sids")
     change_times = read_change_times(tmp_path / "sids")
-    psid = {"name": "psid", "levels": 3, "codebook_size": 6}
     message = "sids was made with rqkmeans.codebook_size 8, not 5"
     with pytest.raises(UserError, match=message):
         tokenize_items(items, tmp_path / "sids", RQ_OTHER)
-    with pytest.raises(UserError, match="embeddings was made with pca 6, not 5"):
-        tokenize_items(items, tmp_path / "sids", pca=5)
     assert read_change_times(tmp_path / "sids") == change_times
 
     sids, trie, was_written = tokenize_items(
@@ -196,9 +189,6 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
         for part in read_manifest(str(tmp_path / "sids" / name)).files
     }
     assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed
-
-    sids, _, _ = tokenize_items(items, tmp_path / "sids", psid, overwrite=True)
-    assert sids.info.tokenizer == "psid"
 
 
 def test_published_sids_get_a_conflict_level_only_if_they_collide(

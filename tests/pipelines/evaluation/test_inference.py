@@ -1,7 +1,6 @@
 """Test batch inference.
 
-Its tables agree with the metrics of an evaluation and with served answers, and are the
-same with and without Ray.
+Its tables agree with the log and with the metrics of an evaluation.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def save_sasrec(folder: Path, tables: str) -> str:
     return path
 
 
-def test_search_scores_match_the_log_the_metrics_and_served_answers(
+def test_search_scores_match_the_log_and_the_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables, text = write_search(tmp_path / "log", parts=2)
@@ -139,7 +138,7 @@ def collect_by_event(
     return values_by_event
 
 
-def test_feed_scores_match_the_log_the_metrics_and_served_answers(
+def test_feed_scores_match_the_log(
     tmp_path: Path,
 ) -> None:
     tables = write_actions(tmp_path / "log", items=300, viewers=True, parts=2)
@@ -163,17 +162,6 @@ def test_feed_scores_match_the_log_the_metrics_and_served_answers(
     # No user is shown an item twice at one time, so no event is lost in `logged`.
     assert len(logged) == manifest.info.candidates
     assert collect_by_event(rows, "label_") == logged
-
-    metrics = evaluate(Config(checkpoint=path, tables=tables))[0].metrics
-    labels = np.array([logged[event] for event in logged], float)
-    scores = np.array([scored[event] for event in logged], float)
-    for i, task in enumerate(TASKS):
-        assert metrics[f"{task}/auc"] == pytest.approx(
-            roc_auc_score(labels[:, i], scores[:, i]), abs=1e-5
-        )
-        assert metrics[f"{task}/log_loss"] == pytest.approx(
-            log_loss(labels[:, i], scores[:, i]), abs=1e-5
-        )
 
 
 @pytest.mark.parametrize(("split", "unseen"), [("test", None), ("val", True)])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from core.errors import UserError
 from core.schemas import Inputs, SequencesInfo
 from core.tables import open_table
 from models.retrieval.requests import RETRIEVAL
@@ -199,29 +198,6 @@ def test_the_audit_finds_a_wrong_basket(
 ) -> None:
     copied = copy_with_change(str(tables[1]), tmp_path, change)
     assert list(find_violations(copied)) == [rule]
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "fragment"),
-    [
-        ({}, {"baskets": "request"}, "no 'request'"),
-        ({}, {"baskets": "equal_times", "ties": "log_order"}, "ties strict"),
-        ({"request": "order"}, {"ties": "log_order"}, "ties strict"),
-        ({"time": {"unit": "order"}}, {"baskets": "equal_times"}, "clock times"),
-    ],
-)
-def test_baskets_that_need_other_settings_are_refused(
-    tmp_path: Path, log: list[Row], changes: Row, options: Row, fragment: str
-) -> None:
-    write_rows(tmp_path / "log.jsonl", log)
-    settings = {**MAPPING["prepare"], "split": {"by": "auto"}, "duplicates": "drop"}
-    with pytest.raises(UserError, match=fragment):
-        prepare_log(
-            {**MAPPING, "prepare": settings, **changes},
-            tmp_path,
-            tmp_path / "tables",
-            **options,
-        )
 
 
 def test_behaviours_that_share_a_time_are_counted(

@@ -81,13 +81,7 @@ def expect_rows(num_keys: int) -> dict[int, list[int]]:
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("partitions", "num_keys"),
-    [(1, 1), (3, 3), (64, 64), (2, 3)],
-    ids=[
-        "one partition",
-        "three partitions",
-        "more partitions than tasks",
-        "several keys in one partition",  # if Ray's hash puts them there
-    ],
+    [(1, 1), (64, 64), (2, 3)],  # also more partitions than tasks, and more keys
 )
 @pytest.mark.parametrize("in_process", [False, True])
 def test_every_row_comes_out_once_in_its_partition(

@@ -14,6 +14,7 @@ from core.errors import UserError
 from tests.fixtures.commands import merge, prepare_log, read_rows, write_rows
 
 CASES = Path(__file__).parent / "cases"
+SOURCES = Path(__file__).parents[3] / "jobs/configs/sources"
 SHARED = Path(__file__).parents[3] / "../shared/cases"
 MAPPING = {
     "files": "log.*",
@@ -68,9 +69,13 @@ def test_a_log_becomes_its_events(
     write_files(tmp_path / "raw", log, suffix)
     tables = tmp_path / "tables"
 
-    error = prepare_events(
-        merge(MAPPING, log.get("mapping", {})), tmp_path / "raw", tables
-    )
+    mapping = merge(MAPPING, log.get("mapping", {}))
+    if "source" in log:
+        mapping = yaml.safe_load((SOURCES / f"{log['source']}.yaml").read_text())
+        changes = mapping["prepare"] | {"core_window": "all"} | MAPPING["prepare"]
+        mapping["prepare"] = changes
+
+    error = prepare_events(mapping, tmp_path / "raw", tables)
 
     if "error" in log:
         assert log["error"] in error

@@ -420,22 +420,6 @@ def test_columns_are_recognized_or_in_doubt(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.shared_data
-@pytest.mark.parametrize(
-    "name", ["beauty_search", "kuairand_pure", "movielens_small", "kuaisearch_demo"]
-)
-def test_the_suggestion_for_a_real_log_equals_its_mapping(name: str) -> None:
-    written = yaml.safe_load((ROOT / f"jobs/configs/sources/{name}.yaml").read_text())
-    suggestion = suggest(str(SHARED / "data" / name))
-    mapping = yaml.safe_load(suggestion.text)
-
-    keys = {"user", "item", "time", "explode", "request", "query"} & set(written)
-    doubts = [line.split(":")[0] for line in suggestion.doubts]
-    assert doubts == (["time"] if name == "kuaisearch_demo" else [])
-    for key in keys - set(doubts):
-        assert yaml.safe_dump(mapping[key]) == yaml.safe_dump(written[key])
-
-
-@pytest.mark.shared_data
 def test_a_coordinate_is_no_item() -> None:
     suggestion = suggest(str(SHARED / "cases/d4_suggest_coordinate_as_item/log"))
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
-
-from core.errors import UserError
 from core.tables import read_manifest
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import prepare_log, read_column, read_rows, write_rows
@@ -65,11 +62,3 @@ def test_an_item_has_its_latest_text_before_validation(tmp_path: Path) -> None:
 
     copied = copy_with_change(str(whole), tmp_path / "copy", show_a_later_text, "items")
     assert list(find_violations(copied)) == ["texts"]
-
-
-@pytest.mark.parametrize("others", [{"files": "items.csv"}, {"from": "log"}])
-def test_other_keys_beside_from_are_refused(tmp_path: Path, others: Row) -> None:
-    write_rows(tmp_path / "log.jsonl", draw_rows(1, 0))
-    mapping = MAPPING | {"items": MAPPING["items"] | others}
-    with pytest.raises(UserError, match="use 'events'"):
-        prepare_log(mapping, tmp_path, tmp_path / "tables")

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from core.errors import UserError
 from core.tables import read_manifest
 from pipelines.prepare.audit.rules import audit
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
-from tests.fixtures.commands import merge, prepare_log, read_rows, write_rows
+from tests.fixtures.commands import prepare_log, read_rows, write_rows
 
 MAPPING: Row = {
     "files": "log*.csv",
@@ -110,49 +109,6 @@ def test_a_day_whose_rows_are_all_left_out_adds_no_event(
     printed = capsys.readouterr().out
     assert "where: 1 row left out" in printed
     assert "where: 301 rows left out, and no others" in printed
-
-
-def test_another_condition_is_refused_when_files_are_appended(
-    taken: tuple[Path, list[Row]], tmp_path: Path
-) -> None:
-    folder, _ = taken
-    write_rows(folder / "log2.csv", draw_rows(9, 9, 900))
-    items = {"items": ITEMS | {"where": "old = '0'"}}
-    for changes in (
-        {"where": "kind = 'order'", **items},
-        {"where": CONDITION, "items": ITEMS},
-    ):
-        with pytest.raises(UserError, match="where"):
-            prepare_log(
-                MAPPING | changes, folder, folder / "tables", append=True, min_matched=0
-            )
-
-
-@pytest.mark.parametrize(
-    ("changes", "fragment"),
-    [
-        ({"where": "true"}, "names no column"),
-        ({"where": "kind = ("}, "not a SQL expression"),
-        ({"where": "max(ms) > 3"}, "one row"),
-        ({"where": "lower(kind)"}, "not true or false"),
-        ({"where": "knd = 'order'"}, "the nearest is 'kind'"),
-        ({"where": "kind = 'none'"}, "none of the 60 rows"),
-        (
-            {"items": {**ITEMS, "where": "name = 'none'"}},
-            "none of the 1 rows of the item",
-        ),
-    ],
-    ids=str,
-)
-def test_a_condition_that_takes_no_rows_or_is_none_is_refused(
-    tmp_path: Path, changes: Row, fragment: str
-) -> None:
-    write_rows(tmp_path / "log.csv", draw_rows(60, 1))
-    write_rows(tmp_path / "items.csv", [{"sku": "i1", "name": "x"}])
-    with pytest.raises(UserError) as caught:
-        prepare_log(merge(MAPPING, changes), tmp_path, tmp_path / "tables")
-    assert fragment in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_audit_names_a_column_that_it_cannot_check(

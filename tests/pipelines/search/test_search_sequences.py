@@ -104,30 +104,6 @@ def build_requests(rows: list[dict], folder: Path) -> tuple[list[dict], Counter[
     return part.rows["requests"].to_pylist()[0], part.count
 
 
-def test_results_with_different_times_are_one_request(tmp_path: Path) -> None:
-    [request], _ = build_requests(make_results(), tmp_path)
-    assert (request["timestamp_ms"], request["history_end"]) == (0, 0)
-    assert request["candidates"] == [CATALOGUE.index(item) for item in "abca"]
-    assert request["label_click"] == [True, False, True, False]
-
-
-def test_a_request_between_the_results_of_another_has_the_clicks_before_it_as_history(
-    tmp_path: Path,
-) -> None:
-    between = make_results()[0] | {"request_id": "s", "timestamp_ms": 1500}
-
-    requests, _ = build_requests([*make_results(), between], tmp_path)
-
-    assert [
-        (r["timestamp_ms"], r["history_end"], len(r["candidates"])) for r in requests
-    ] == [(0, 0, 4), (1500, 1, 1)]
-
-
-def test_without_request_ids_results_of_one_time_are_a_request(tmp_path: Path) -> None:
-    requests, _ = build_requests(make_results(request_id=""), tmp_path)
-    assert [request["history_end"] for request in requests] == [0, 1, 1, 2]
-
-
 def repeat_after_a_day() -> list[dict]:
     """Return the results of one request, and again a day later."""
     results = make_results()
@@ -138,35 +114,3 @@ def repeat_after_a_day() -> list[dict]:
 def test_without_clock_times_a_request_has_no_maximum_duration(tmp_path: Path) -> None:
     [request], _ = build_requests(repeat_after_a_day(), tmp_path)
     assert len(request["candidates"]) == 8
-
-
-def test_a_click_is_in_histories_only_after_its_label_time(tmp_path: Path) -> None:
-    """The results shown at 0 s and 2 s are clicked at 9 s and 3 s; later requests are at
-    3 s, 4 s and 10 s.
-    """
-    results = make_results()
-    first = results[0] | {"request_id": "r0"}
-    second = results[2] | {"request_id": "r2"}
-    clicks = [first | {"known_click": 9000}, second | {"known_click": 3000}]
-    later_requests = [
-        first | {"request_id": f"s{time}", "timestamp_ms": time, "label_click": False}
-        for time in (3000, 4000, 10_000)
-    ]
-    times = {"column": "n", "unit": "ms"}
-    click = {"column": "click", "time": "clicked_at"}
-    builder = make_builder(time=times, labels=MAPPING["labels"] | {"click": click})
-    search = replace(builder.config.search, windows_days=[])
-    builder = replace(builder, config=replace(builder.config, search=search))
-    events = write_events(clicks + later_requests, str(tmp_path), builder.source.schema)
-
-    part = builder.build(events, LOOKUPS)
-
-    assert isinstance(part.rows, pa.Table)
-    [user] = part.rows.to_pylist()
-    # behaviours are ordered by their label times
-    assert user["timestamp_ms"] == [2000, 0]
-    assert user["known_click"] == [3000, 9000]
-    history_ends = {
-        request["timestamp_ms"]: request["history_end"] for request in user["requests"]
-    }
-    assert history_ends == {0: 0, 2000: 0, 3000: 0, 4000: 1, 10_000: 2}

@@ -38,7 +38,7 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.encode import texts as log_texts
 from pipelines.encode.config import EncodeConfig, TextConfig
-from pipelines.encode.texts import encode_log, fit_tfidf
+from pipelines.encode.texts import encode_log
 from pipelines.prepare.kinds.simulation import (
     MAKERS,
     NOUNS,
@@ -263,23 +263,6 @@ def test_towers_start_at_a_published_encoder(tables: str, tmp_path: Path) -> Non
         assert layer.output.dense.weight.grad.abs().sum() > 0
 
 
-def test_an_encoding_that_is_up_to_date_is_not_repeated(
-    tables: str, bert: str, encoded: Encoded
-) -> None:
-    lines: list[str] = []
-
-    manifests = encode_log(
-        EncodeConfig(tables, encoded.folder, bert, embed=CONFIG), say=lines.append
-    )
-
-    assert {name: manifest.hash for name, manifest in manifests.items()} == {
-        name: manifest.hash for name, manifest in encoded.manifests.items()
-    }
-    assert lines[-4:] == [
-        f"{name}: up to date" for name in ("items", "queries", "pairs", "tokens")
-    ]
-
-
 def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
     tables: str, encoded: Encoded, tmp_path: Path
 ) -> None:
@@ -297,19 +280,6 @@ def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
 
     assert not (tmp_path / "text" / "tokens" / MANIFEST).exists()
     assert SearchCatalogue.load(Inputs(tables, text=output)).text.documents is None
-    items, queries = read_texts(tables)
-    vectors = {
-        name: to_vectors(read_table(join(output, name)))
-        for name in ("items", "queries", "pairs")
-    }
-    assert len(vectors["items"]) == len(items)
-    assert len(vectors["queries"]) == len(queries)
-    # the vocabulary is the words of documents only
-    encoder = fit_tfidf(items, 12)
-    np.testing.assert_allclose(vectors["queries"], encoder.encode(queries), atol=1e-5)
-    item, query = read_pairs(tables)[5]
-    [expected] = encoder.encode([f"{queries[query]} {items[item]}"])
-    np.testing.assert_allclose(vectors["pairs"][5], expected, atol=1e-5)
 
 
 def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(

@@ -73,19 +73,19 @@ def prepare_log(folder: Path, sessions: bool, **changes: Any) -> str:
         }
     (folder / "source.yaml").write_text(yaml.safe_dump(content))
     source, defaults = load_source(str(folder / "source.yaml"))
-    config = read_config(defaults, {"partitions": 2, "max_rejects": 0.1})
+    config = read_config(defaults, {"max_rejects": 0.1})
     prepare(source, raw, str(folder / "tables"), config, report=str)
     return str(folder / "tables")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of the log without sessions."""
     return prepare_log(tmp_path_factory.mktemp("plain") / "log", False)
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of the log with sessions."""
     return prepare_log(tmp_path_factory.mktemp("sessions") / "log", True)
 
@@ -161,16 +161,6 @@ def change_type(rows: list[Row], info: Row) -> None:
     row["session_type"][index] = None
 
 
-def move(rows: list[Row], info: Row) -> None:
-    row, index = find_session(rows)
-    row["item_index"][index] = (row["item_index"][index] + 1) % 5
-
-
-def add_feature(rows: list[Row], info: Row) -> None:
-    row, index = find_session(rows)
-    row["features"][index][0] = 1.0
-
-
 def count_another(rows: list[Row], info: Row) -> None:
     info["sessions_unknown_users"] += 1
 
@@ -180,8 +170,6 @@ def count_another(rows: list[Row], info: Row) -> None:
     [
         (look_ahead, {"history"}),
         (change_type, {"behaviours", "windows"}),
-        (move, {"behaviours"}),
-        (add_feature, {"windows"}),
         (count_another, {"counts"}),
     ],
 )
@@ -195,7 +183,7 @@ def test_a_planted_violation_of_sessions_is_reported(
 
 
 def test_truncated_histories_with_sessions_pass_the_audit(
-    tmp_path: Path, ray_local: None
+    tmp_path: Path,
 ) -> None:
     tables = prepare_log(tmp_path / "log", True, max_events=9)
 
@@ -203,16 +191,12 @@ def test_truncated_histories_with_sessions_pass_the_audit(
     assert find_violations(tables) == {}
 
 
-@pytest.mark.parametrize("name", ["boosted", "qgs"])
 def test_served_requests_with_sessions_have_the_scores_of_the_tables(
-    name: str, tables: str, tmp_path: Path
+    tables: str, tmp_path: Path
 ) -> None:
-    options = {"boosted": {"num_iterations": 8, "min_data_in_leaf": 2}}
-    model = {"name": name, "max_history": 8, **(options | SMALL_RANKERS)[name]}
+    model = {"name": "qgs", "max_history": 8, **SMALL_RANKERS["qgs"]}
     inputs = Inputs(tables)
     run = build_training(model, FitConfig(batch_size=8, metric="gauc"), inputs)
-    if name == "boosted":
-        run.fit_in_one_pass()
     checkpoint.save(tmp_path / "run", run.model, run.checkpoint(epoch=1))
     write_bundle(tmp_path / "data", str(tmp_path / "run"), inputs)
     served = ServedModel()

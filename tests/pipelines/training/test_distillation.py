@@ -18,25 +18,8 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines import tracking
 from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import build_training, train
+from tests.fixtures.trainings import CASES, build_training, train
 
-TIGER = {
-    "name": "tiger",
-    "d_model": 16,
-    "d_ff": 32,
-    "num_heads": 2,
-    "d_kv": 8,
-    "num_encoder_layers": 1,
-    "num_decoder_layers": 2,
-    "max_history": 6,
-}
-STUDENT = {
-    "name": "sid_mlp",
-    "attention_heads": 2,
-    "attention_width": 16,
-    "ffn_width": 32,
-    "head_width": 16,
-}
 FIT = FitConfig(
     batch_size=32,
     max_epochs=4,
@@ -57,11 +40,13 @@ def test_a_student_records_its_teacher_continues_and_then_does_not_need_it(
     """
     new_store(tmp_path)
     inputs = Inputs(*write_tables(tmp_path / "made", items=20))
-    teacher = build_training(TIGER, FIT, inputs)
+    teacher = build_training(CASES["tiger"], FIT, inputs)
     checkpoint.save(tmp_path / "tiger/best", teacher.model, teacher.checkpoint())
+    student = dict(CASES["sid_mlp"])
+    del student["teacher_model"]
     train_student = partial(
         train,
-        model={**STUDENT, "teacher": str(tmp_path / "tiger")},
+        model={**student, "teacher": str(tmp_path / "tiger")},
         fit=FIT,
         inputs=inputs,
         storage=str(tmp_path),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.data import HistoryBatch
+from models.loaded_model import build_model
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.student import Student
 from models.retrieval.sid_mlp.sid_mlp import SidMlp
 from tests.fixtures import small_retrieval
 from tests.fixtures.search_problems import catalogues
-from tests.fixtures.small_students import SIZES, build_student, draw_published_codes
+from tests.fixtures.trainings import CASES
 
 make_requests = partial(small_retrieval.make_requests, longest=20)
 TOLERANCE = 1e-4
@@ -54,27 +56,13 @@ def check_paths_agree(
     st.integers(0, 5),
 )
 @pytest.mark.long
-def test_paths_agree_on_any_trie(catalogue, scores, k, beam, seed):
-    sizes, codes = catalogue
-    model = build_student(torch.tensor(codes), sizes, seed)
+def test_paths_agree_on_any_trie(problem, scores, k, beam, seed):
+    sizes, codes = problem
+    torch.manual_seed(seed)
+    catalogue = Catalogue.from_codes(torch.tensor(codes), sizes)
+    model: Any = build_model(CASES["sid_mlp"], catalogue).eval()
+    for parameter in model.decoder.heads.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.5)
     batch = make_requests(5, len(codes), seed, longest=4)
     check_paths_agree(model, batch, k, beam, scores)
-
-
-@pytest.mark.parametrize("scores", ["children", "codebook"])
-def test_both_paths_break_ties_alike(scores):
-    """Zero heads give exactly equal scores for equal numbers of children."""
-    model = build_student(draw_published_codes(300), SIZES)
-    for head in model.decoder.heads:
-        torch.nn.init.zeros_(head[-1].weight)
-        torch.nn.init.zeros_(head[-1].bias)
-    model.eval()
-    batch = make_requests(6, 300)
-    for k, beam in ((10, 50), (50, 7), (300, 300)):
-        options = {"beam": beam, "scores": scores}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SidMlp, "search", Student.search)
-            items, plain_scores = model.recommend(batch, k, **options)
-        fast_items, fast_scores = model.recommend(batch, k, **options)
-        torch.testing.assert_close(fast_scores, plain_scores, rtol=0, atol=1e-5)
-        assert fast_items.tolist() == items.tolist()
