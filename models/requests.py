@@ -2,17 +2,17 @@
 
     requests = RetrievalRequests(bundle, model, catalogue, Settings())
     request = requests.request_class.model_validate({"history": ["B01", "B02"]})
-    batch = requests.collate_rows([requests.to_row(request)], max_history)
+    batch = requests.collate([request], max_history)
 
-A request becomes a row of `sequences`, which the dataset of the training decodes and
-collates (`models/<kind>/requests.py`). The MLflow models in `pipelines/serving` use
-this module. A bundle is the folder of a served model, with the checkpoint and copies of
-tables.
+Requests become the columns that the kind decodes from `sequences` in training, and are
+collated as there (`models/<kind>/requests.py`). The MLflow models in
+`pipelines/serving` use this module. A bundle is the folder of a served model, with the
+checkpoint and copies of tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -32,6 +32,7 @@ from typing_extensions import TypedDict
 
 from core.errors import UserError
 from core.ids import parse_item_id
+from core.ragged import row_numbers
 from core.schemas import CustomFeatures
 from core.tables import LARGEST_NUMBER
 from models.custom_features import CATEGORY, NUMBER
@@ -102,35 +103,14 @@ class CandidateRequest(ServedRequest):
         for name, value in self:
             if name in ("history", "candidates", "new_items"):
                 continue
-            expected = self.history if name.startswith("history") else self.candidates
-            lists = value if isinstance(value, dict) else {name: value}
-            for key, values in lists.items():
-                if isinstance(values, list) and len(values) != len(expected):
+            ids = self.history if name.startswith("history") else self.candidates
+            for values in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(values, list) and len(values) != len(ids):
                     raise ValueError(
-                        f"{key} has {len(values)} entries where {len(expected)} are "
+                        f"{name} has {len(values)} entries where {len(ids)} are "
                         "expected"
                     )
         return self
-
-    def custom_columns(
-        self,
-        features: CustomFeatures,
-        prefix: str = "",
-        defaults: Mapping[str, list[Any]] | None = None,
-    ) -> dict[str, list[Any]]:
-        """Return the custom features of all candidates or behaviours, by column.
-
-        Args:
-            features: Custom features of the log.
-            prefix: "history_" for behaviours.
-            defaults: Values of columns that the request leaves out.
-        """
-        missing: list[Any] = [None] * len(self.history if prefix else self.candidates)
-        columns = {**dict.fromkeys(features.names, missing), **(defaults or {})}
-        for kind in list_custom_names(features):
-            for name, values in (getattr(self, prefix + kind) or {}).items():
-                columns[KINDS[kind] + name] = values
-        return columns
 
 
 class CandidateOptions(BaseModel):
@@ -140,6 +120,58 @@ class CandidateOptions(BaseModel):
 
     label: Text = ""
     """Label whose probability is the score; by default the model's first one."""
+
+
+class Entries:
+    """The behaviours, or the candidates, of requests that a model reads, end to end.
+
+    Args:
+        requests: The requests.
+        prefix: "history_" for behaviours, "" for candidates.
+        selected: Positions of the entries of each request.
+    """
+
+    def __init__(
+        self, requests: Sequence[Any], prefix: str, selected: list[list[int]]
+    ) -> None:
+        self.requests, self.prefix, self.selected = requests, prefix, selected
+        self.counts = np.array([len(positions) for positions in selected], np.int64)
+        """Number of entries of each request."""
+        self.request = row_numbers(self.counts)
+        """Row of each entry's request."""
+
+    def read(self, name: str, key: str = "") -> list[Any]:
+        """Return the value of each entry in the list `name`, or in its list `key`.
+
+        Values that the requests leave out are None.
+        """
+        values: list[Any] = []
+        for request, positions in zip(self.requests, self.selected, strict=True):
+            column = getattr(request, name) or {}
+            if key:
+                column = column.get(key) or {}
+            values += [column[i] if column else None for i in positions]
+        return values
+
+    def read_vectors(self, name: str, default: Floats) -> Floats:
+        """Return vectors (n, F), with numbers of `default` (n, F) where missing."""
+        width = default.shape[1]
+        rows = [vector or [None] * width for vector in self.read(name)]
+        if widths := {len(vector) for vector in rows} - {width}:
+            raise UserError(
+                f"{name} has a vector of {min(widths)} numbers, {width} are expected"
+            )
+        values = np.array(rows, np.float32).reshape(default.shape)
+        return np.where(np.isnan(values), default, values)
+
+    def read_custom(self, features: CustomFeatures) -> dict[str, pa.Array]:
+        """Return the log's custom features, by column."""
+        columns = {}
+        for field in custom_schema(features.names):
+            kind = "numbers" if field.name.startswith(NUMBER) else "categories"
+            values = self.read(self.prefix + kind, field.name.removeprefix(KINDS[kind]))
+            columns[field.name] = pa.array(values, field.type)
+        return columns
 
 
 class Settings(BaseModel):
@@ -157,9 +189,7 @@ class Requests:
     """Reader of the requests of one kind."""
 
     split: ClassVar[str] = "test"
-    """Split of the rows of requests."""
-    schema: pa.Schema
-    """Columns of the rows of requests."""
+    """Split of the examples of requests."""
     base_class: ClassVar[type[ServedRequest]]
     """Requests with the fields that all logs have."""
     options_class: ClassVar[type[BaseModel]] = CandidateOptions
@@ -200,26 +230,45 @@ class Requests:
             fields[kind] = fields[f"history_{kind}"] = (lists | None, None)
         return fields
 
-    def find_candidates(self, request: Any) -> list[int]:
-        """Return the indices of the candidates that the model can score."""
-        return [i for i, item in enumerate(request.candidates) if item in self.index]
+    def find_known(self, request: Any, ids: Sequence[str]) -> list[int]:
+        """Return the positions of the ids of items that the model can read."""
+        return [i for i, item in enumerate(ids) if item in self.index]
 
-    def collate_rows(
-        self, rows: list[dict[str, Any]], max_history: int, **changes: Any
-    ) -> Any:
-        """Return the batch of rows of `sequences`.
+    def find_past(self, request: Any) -> list[int]:
+        """Return the positions of the latest behaviours that the model can read."""
+        return self.find_known(request, request.history)[-self.max_history :]
 
-        Args:
-            rows: The rows, one per request.
-            max_history: Maximum number of behaviours of a request.
-            changes: Fields of the selection that differ from those of the model.
+    def split_entries(self, requests: Sequence[Any]) -> tuple[Entries, Entries]:
+        """Return the behaviours, and the candidates, that the model can read."""
+        past = [self.find_past(request) for request in requests]
+        known = [self.find_known(request, request.candidates) for request in requests]
+        return Entries(requests, "history_", past), Entries(requests, "", known)
+
+    def to_columns(
+        self, requests: Sequence[Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the columns of requests, as the kind decodes those of users.
+
+        Items outside the catalogue are left out.
+
+        Returns:
+            The columns, of which integers may be lists, and fields of the selection
+            that differ from those of the model.
         """
-        kind = self.model.kind
-        columns = kind.decode(pa.Table.from_pylist(rows, self.schema), self.info)
+        raise NotImplementedError
+
+    def collate(self, requests: Sequence[Any], max_history: int) -> Any:
+        """Return the batch of requests."""
+        columns, fields = self.to_columns(requests)
+        arrays = {
+            name: np.array(values, np.int64) if isinstance(values, list) else values
+            for name, values in columns.items()
+        }
         selection = self.model.selection(
-            self.catalogue, self.split, max_history=max_history, **changes
+            self.catalogue, self.split, max_history=max_history, **fields
         )
-        return kind.collate(kind.plan(columns, selection))
+        kind = self.model.kind
+        return kind.collate(kind.plan(arrays, selection))
 
     @classmethod
     def list_names(cls, info: Any) -> dict[str, Any]:
@@ -236,20 +285,6 @@ def make_dict(name: str, fields: dict[str, Any]) -> Any:
     made: Any = TypedDict(name, fields, total=False)  # type: ignore[misc, operator]
     made.__pydantic_config__ = CONTRACT  # type: ignore[attr-defined]
     return made
-
-
-def fill_missing(name: str, vectors: Sequence[Any] | None, default: Floats) -> Floats:
-    """Return vectors with the default (n, F) in place of NaN, None or all of them."""
-    if vectors is None:
-        return default
-    count, width = default.shape
-    widths = {len(vector) for vector in vectors} - {width}
-    if widths:
-        raise UserError(
-            f"{name} has a vector of {min(widths)} numbers, {width} are expected"
-        )
-    values = np.array(vectors, np.float32).reshape(count, width)
-    return np.where(np.isnan(values), default, values)
 
 
 def custom_schema(names: Iterable[str]) -> pa.Schema:

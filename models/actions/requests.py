@@ -34,9 +34,9 @@ Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` t
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar, Required, Self
 
@@ -49,7 +49,7 @@ from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from core.ragged import lengths_to_offsets, pad_indices, pad_ragged, row_numbers
-from core.schemas import ActionsInfo, actions_schema
+from core.schemas import ActionsInfo
 from models.actions.batch import ActionsBatch, has_tied_times
 from models.actions.catalogue import ActionsCatalogue
 from models.custom_features import CATEGORY, NUMBER, read_features
@@ -65,7 +65,6 @@ from models.requests import (
     Time,
     Vectors,
     custom_schema,
-    fill_missing,
     make_dict,
     refuse_large,
 )
@@ -87,8 +86,7 @@ TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 
 def list_columns(info: ActionsInfo) -> list[str]:
     """Return the columns that `decode` reads, with viewer-side and custom features."""
-    viewers = [f"cat_{name}" for name in info.viewers]
-    events = ["item_index", "timestamp_ms", *viewers, *info.custom.names]
+    events = ["item_index", "timestamp_ms", *list_logged(info)]
     return [*events, "actions", "tasks", "features", "train_end", "val_end"]
 
 
@@ -133,16 +131,30 @@ def decode(table: pa.Table, info: ActionsInfo) -> Columns:
         "label": vectors("tasks", len(info.tasks)),
         "feature": vectors("features", len(info.features)),
     }
+    logged = {name: by_event(name) for name in list_logged(info)}
+    return columns | read_logged(info, logged, len(item))
+
+
+def list_logged(info: ActionsInfo) -> list[str]:
+    """Return the columns of viewer-side categories and custom features."""
+    return [*(CATEGORY + name for name in info.viewers), *info.custom.names]
+
+
+def read_logged(
+    info: ActionsInfo, columns: Mapping[str, pa.Array], num_events: int
+) -> Columns:
+    """Return the columns `viewer` and `custom` if the log has them."""
+    logged: Columns = {}
     if info.viewers:
         codes = []
         for name, values in info.viewers.items():
-            index = pc.index_in(by_event(f"cat_{name}"), pa.array(values, pa.string()))
+            vocabulary = pa.array(values, pa.string())
+            index = pc.index_in(columns[CATEGORY + name], vocabulary)
             codes.append(pc.fill_null(index, -1).to_numpy().astype(np.int32) + 1)
-        columns["viewer"] = np.stack(codes, 1)
+        logged["viewer"] = np.stack(codes, 1)
     if info.custom.names:
-        custom_columns = {name: by_event(name) for name in info.custom.names}
-        columns["custom"] = read_features(info.custom, custom_columns, len(item))
-    return columns
+        logged["custom"] = read_features(info.custom, columns, num_events)
+    return logged
 
 
 @dataclass(frozen=True)
@@ -365,15 +377,6 @@ class ActionsRequests(Requests):
         self.cache: TextCache[str] = TextCache()
         super().__init__(folder, model, catalogue, settings)
         self.feature_mean = catalogue.feature_mean.numpy()
-        info: ActionsInfo = self.info
-        self.no_action = np.zeros(len(info.actions), np.float32)
-        viewers = [CATEGORY + name for name in info.viewers]
-        self.schema = actions_schema(
-            custom_schema([*viewers, *info.custom.names]),
-            len(info.tasks),
-            len(info.actions),
-            len(info.features),
-        )
 
     def log_fields(self) -> dict[str, Any]:
         """Return the fields of custom features, viewer-side categories, new items."""
@@ -400,70 +403,86 @@ class ActionsRequests(Requests):
             "inputs": asdict(info.definitions)["inputs"],
         }
 
-    def find_candidates(self, request: Any) -> list[int]:
-        """Return the indices of candidates in the catalogue or among the new items."""
-        index = ChainMap({item["item_id"]: 0 for item in request.new_items}, self.index)
-        return [i for i, item in enumerate(request.candidates) if item in index]
+    def find_known(self, request: Any, ids: Sequence[str]) -> list[int]:
+        """Return the positions of ids in the catalogue or among the new items."""
+        new = {item["item_id"] for item in request.new_items}
+        return [i for i, item in enumerate(ids) if item in self.index or item in new]
 
-    def to_row(self, request: Any, new: dict[str, int]) -> dict[str, Any]:
-        """Return a row of `sequences`: readable behaviours, then candidates to score.
+    def find_past(self, request: Any) -> list[int]:
+        """Return the positions of the latest behaviours before the request."""
+        past, times = self.find_known(request, request.history), request.history_time_ms
+        if times and request.timestamp_ms is not None:
+            past = [i for i in past if times[i] < request.timestamp_ms]
+        return past[-self.max_history :]
 
-        Args:
-            request: The request, of `request_class`.
-            new: `item_index` of the request's new items.
-        """
-        index = ChainMap(new, self.index)
-        history, candidates = request.history, request.candidates
-        now = LATEST_MS if request.timestamp_ms is None else request.timestamp_ms
-        times = request.history_time_ms
-        if times is None:
-            times = [EARLIEST_MS + position for position in range(len(history))]
-        past = [i for i, item in enumerate(history) if item in index and times[i] < now]
-        past = past[-self.max_history :]
-        scored = self.find_candidates(request)
-        # of the history followed by the candidates
-        selected = past + [len(history) + i for i in scored]
-        no_actions = np.tile(self.no_action, (len(history), 1))
-        actions = fill_missing("history_actions", request.history_actions, no_actions)
-        means = np.tile(self.feature_mean, (len(candidates), 1))
-        features = fill_missing("features", request.features, means)
-        columns: dict[str, Any] = {
-            "item_index": [index.get(item) for item in history + candidates],
-            "timestamp_ms": [*times, *[now] * len(candidates)],
-            # candidates have no actions, and behaviours no features
-            "actions": [*actions, *[self.no_action] * len(candidates)],
-            "features": [*[self.feature_mean] * len(history), *features],
+    def to_columns(
+        self, requests: Sequence[Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the columns of requests: behaviours, then candidates to score."""
+        info: ActionsInfo = self.info
+        past, shown = self.split_entries(requests)
+        num_past = len(past.request)
+        # all behaviours, then all candidates
+        row = np.concatenate([past.request, shown.request])
+        ids = zip(row, past.read("history") + shown.read("candidates"), strict=True)
+        new = self.find_new(requests)
+        numbers = dict(zip(new, itertools.count(len(self.items)), strict=False))
+        item = [self.index.get(id_, numbers.get((i, id_))) for i, id_ in ids]
+        now = [
+            LATEST_MS if request.timestamp_ms is None else request.timestamp_ms
+            for request in requests
+        ]
+        time = [
+            EARLIEST_MS + index if time is None else time
+            for index, time in enumerate(past.read("history_time_ms"))
+        ]
+        # candidates have no actions, and behaviours no features
+        action = np.zeros((len(row), len(info.actions)), np.float32)
+        action[:num_past] = past.read_vectors("history_actions", action[:num_past])
+        feature = np.tile(self.feature_mean, (len(row), 1))
+        feature[num_past:] = shown.read_vectors("features", feature[num_past:])
+        logged = {}
+        for name in info.viewers:
+            viewers = past.read(f"history_viewer_{name}")
+            viewers += [getattr(requests[i], f"viewer_{name}") for i in shown.request]
+            logged[CATEGORY + name] = pa.array(viewers, pa.string())
+        custom = past.read_custom(info.custom)
+        for name, values in shown.read_custom(info.custom).items():
+            logged[name] = pa.concat_arrays([custom[name], values])
+        events = {
+            "item": np.array(item),
+            "time": np.array(time + [now[i] for i in shown.request]),
+            "action": action,
+            "feature": feature,
+            "label": np.zeros((len(row), len(info.tasks)), np.uint8),
+            **read_logged(info, logged, len(row)),
         }
-        for name in self.info.viewers:
-            values = getattr(request, f"history_viewer_{name}") or [""] * len(history)
-            value = getattr(request, f"viewer_{name}")
-            columns[CATEGORY + name] = [*values, *[value] * len(candidates)]
-        custom = request.custom_columns(self.info.custom, "history_")
-        for name, values in request.custom_columns(self.info.custom).items():
-            columns[name] = custom[name] + values
-        return {
-            "user_id": "",
-            "tasks": [[0] * len(self.info.tasks)] * len(selected),
-            "train_end": 0,
-            "val_end": len(past),
-            **{name: [v[i] for i in selected] for name, v in columns.items()},
+        # by request, behaviours first
+        order = np.argsort(row, kind="stable")
+        columns = {
+            **{name: values[order] for name, values in events.items()},
+            "behaviours_per_user": past.counts + shown.counts,
+            "train_end": [0] * len(requests),
+            "val_end": past.counts,
         }
+        return columns, {"keep_empty": True}
+
+    def find_new(self, requests: Sequence[Any]) -> dict[tuple[int, str], Any]:
+        """Return the new items by row of the request and id."""
+        new = {}
+        for row, request in enumerate(requests):
+            for item in request.new_items:
+                if item["item_id"] not in self.index:
+                    new[row, item["item_id"]] = item
+        return new
 
     def collate(self, requests: Sequence[Any], max_history: int) -> ActionsBatch:
         """Return the batch of requests, with the new items of all requests."""
-        rows: list[dict[str, Any]] = []
-        new_items: list[dict[str, Any]] = []
-        for request in requests:
-            new: dict[str, int] = {}
-            for item in request.new_items:
-                if item["item_id"] not in self.index:
-                    new[item["item_id"]] = len(self.items) + len(new_items)
-                    new_items.append(item)
-            rows.append(self.to_row(request, new))
-        batch = self.collate_rows(rows, max_history, keep_empty=True)
+        batch = super().collate(requests, max_history)
+        new_items = self.find_new(requests).values()
         if not new_items:
-            return batch
-        return replace(batch, **self.read_new_items(new_items))
+            return batch  # type: ignore[no-any-return]
+        return replace(batch, **self.read_new_items(list(new_items)))
 
     def read_new_items(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields `new_*` of `ActionsBatch`, each a tensor (n, ...)."""

@@ -21,8 +21,9 @@ Shapes: `E` behaviours, `U` users, `n` examples, `m` requests of the split; `B` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -45,7 +46,7 @@ from core.ragged import (
     row_numbers,
     run_starts,
 )
-from core.schemas import RetrievalInfo, sequences_schema
+from core.schemas import RetrievalInfo
 from core.splits import SPLITS
 from core.tables import Table
 from models.dataset.batch import PAD, Batch, to_tensor
@@ -317,7 +318,6 @@ class RetrievalRequests(Requests):
     """Reader of requests for a ranking of the catalogue."""
 
     split = "next"
-    schema = sequences_schema(pa.schema([]))
     base_class = RetrievalRequest
     options_class = CatalogueOptions
 
@@ -325,7 +325,15 @@ class RetrievalRequests(Requests):
         """Return the `item_index` of ids, without ids outside the catalogue."""
         return [self.index[item] for item in ids if item in self.index]
 
-    def to_row(self, request: RetrievalRequest) -> dict[str, Any]:
-        """Return a row of `sequences`, without items outside the catalogue."""
-        items = self.find_items(request.history)
-        return {"user_id": request.user_id, "item_index": items, "requests": []}
+    def to_columns(
+        self, requests: Sequence[RetrievalRequest]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the columns of requests."""
+        items = [self.find_items(request.history) for request in requests]
+        users = pa.array([request.user_id for request in requests], pa.string())
+        columns = {
+            "behaviours_per_user": [len(history) for history in items],
+            "user_hash": hash_strings(users),
+            "item": list(chain.from_iterable(items)),
+        }
+        return columns, {}

@@ -1,7 +1,7 @@
 """Counts of items, queries and pairs as of one time, as features of served candidates.
 
     counts = Counts.load("tables/counts", features, settings)
-    counts.fill(vectors, ["i0007", "i0123"], "kettle")
+    counts.fill(vectors, ["i0007", "i0123"], ["kettle", "kettle"])
 
 `python -m jobs.prepare --counts_as_of TIME` writes the table. It has a row for each
 item, each query and each pair of both that has events before TIME. A row holds the
@@ -120,24 +120,28 @@ class Counts:
             pairs=key[order],
         )
 
-    def fill(self, vectors: Floats, items: Sequence[str], query: str | None) -> None:
-        """Write the counts of items, and of their pairs with a query, into features.
+    def fill(
+        self, vectors: Floats, items: Sequence[str], queries: Sequence[str | None]
+    ) -> None:
+        """Write the counts of items, queries and their pairs into features.
 
         Args:
             vectors: (N, F) features of the candidates, changed in place.
             items: (N,) item ids.
-            query: The request's query.
+            queries: (N,) queries of the requests.
         """
         item = np.array([self.row_by_item.get(id_, -1) for id_ in items], np.int64)
-        query_row = self.row_by_query.get(query or "", -1)
-        pair_row, is_counted = find_sorted(
-            self.pairs, item * len(self.row_by_query) + query_row
+        query = np.array(
+            [self.row_by_query.get(q or "", -1) for q in queries], np.int64
         )
-        is_counted &= (item >= 0) & (query_row >= 0)
+        pair_row, is_counted = find_sorted(
+            self.pairs, item * len(self.row_by_query) + query
+        )
+        is_counted &= (item >= 0) & (query >= 0)
         # row -1 is the last row, which holds the values of keys without events
         rows = {
             "item": item,
-            "query": np.full(len(item), query_row),
+            "query": query,
             "pair": np.where(is_counted, pair_row, -1),
         }
         for kind, row in rows.items():

@@ -73,10 +73,11 @@ class RequestText:
         numbers = enumerate(dict.fromkeys(new), len(self.queries))
         return replace(self, new_queries={query: number for number, query in numbers})
 
-    def find_query(self, query: str | None) -> int:
-        """Return the number of a query, or NO_QUERY."""
-        known = self.index.get(query or "", NO_QUERY)
-        return self.new_queries.get(query or "", known)
+    def find_queries(self, queries: Iterable[str | None]) -> list[int]:
+        """Return the number of each query, or NO_QUERY."""
+        names = [query or "" for query in queries]
+        new = self.new_queries
+        return [self.index.get(name, new.get(name, NO_QUERY)) for name in names]
 
     def _name_queries(self, query: NDArray[np.int64]) -> list[str]:
         """Return the queries with these numbers."""

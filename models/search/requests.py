@@ -58,7 +58,7 @@ from core.ragged import (
     row_numbers,
     run_starts,
 )
-from core.schemas import SearchInfo, search_schema
+from core.schemas import SearchInfo
 from core.splits import SPLITS
 from core.tables import read_parquet
 from models.custom_features import read_features
@@ -67,13 +67,13 @@ from models.dataset.columns import Columns, decode_splits, request_columns
 from models.dataset.dataset import Examples, Kind, Selection, request_number
 from models.requests import (
     CandidateRequest,
+    Entries,
+    Floats,
     Requests,
     Settings,
     Text,
     Texts,
     Vectors,
-    custom_schema,
-    fill_missing,
 )
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
 from models.search.counts import HOURS, Counts, time_features
@@ -483,14 +483,11 @@ class SearchRequests(Requests):
         self.time_columns = [
             index for index, name in enumerate(info.features) if name in HOURS
         ]
-        self.item_features = pa.table({})
+        items = catalogue.versions["items"].read(info.item_features or ["item_id"])
+        self.item_features = {
+            name: items[name].combine_chunks() for name in info.item_features
+        }
         """The log's custom features of items, by `item_index`."""
-        if info.item_features:
-            self.item_features = catalogue.versions["items"].read(info.item_features)
-        custom = custom_schema(info.custom.names)
-        self.schema = search_schema(
-            custom, info.labels, len(info.features), bool(info.sessions)
-        )
 
     @classmethod
     def list_names(cls, info: SearchInfo) -> dict[str, Any]:
@@ -498,84 +495,67 @@ class SearchRequests(Requests):
         names = {"labels": info.labels, "features": info.features}
         return super().list_names(info) | names
 
-    def to_row(self, request: SearchRequest, text: RequestText) -> dict[str, Any]:
-        """Return a row of `sequences`.
-
-        Candidates, and the latest behaviours, are left out if they are not in the
-        catalogue.
-
-        Args:
-            request: The request.
-            text: Text of the batch, which numbers its queries.
-        """
-        scored = self.find_candidates(request)
-        past = [i for i, item in enumerate(request.history) if item in self.index]
-        past = past[-self.max_history :]
-        times = request.history_time_ms or [None] * len(request.history)
+    def to_columns(
+        self, requests: Sequence[Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the columns of requests, and the text, which numbers their queries."""
+        info: SearchInfo = self.info
+        past, shown = self.split_entries(requests)
+        item = [self.index[id_] for id_ in past.read("history")]
+        candidates = shown.read("candidates")
+        candidate = [self.index[id_] for id_ in candidates]
+        times = past.read("history_time_ms")
         if self.model.reads_times and None in times:
             raise UserError(
                 "history_time_ms is missing, and the model reads the time of each "
                 "behaviour"
             )
-        if self.info.sessions and request.timestamp_ms is None:
+        request_times = [request.timestamp_ms for request in requests]
+        if info.sessions and None in request_times:
             raise UserError("timestamp_ms is missing, and the model reads sessions")
-        types = request.history_type or [""] * len(request.history)
-        check_known(filter(None, types), self.info.sessions, "history_type")
-        queries = request.history_query or [""] * len(request.history)
-        mean = np.tile(self.mean, (len(queries), 1))
-        mean[[bool(name) for name in types]] = 0
-        vectors = fill_missing("history_features", request.history_features, mean)
-        labels = {f"label_{name}": [False] * len(scored) for name in self.info.labels}
-        return {
-            "user_id": "",
-            "item_index": [self.index[request.history[i]] for i in past],
-            "timestamp_ms": [times[i] or 0 for i in past],
-            "query_index": [text.find_query(queries[i]) for i in past],
-            "session_type": [types[i] or None for i in past],
-            "features": list(vectors[past]),
-            **self._custom_columns(request, "history_", past),
-            "requests": [
-                {
-                    "timestamp_ms": request.timestamp_ms or 0,
-                    "query_index": text.find_query(request.query),
-                    "history_end": len(past),
-                    "split": "test",
-                    "candidates": [self.index[request.candidates[i]] for i in scored],
-                    "positions": [0] * len(scored),
-                    "features": self._fill_features(request)[scored].ravel(),
-                    **labels,
-                    **self._custom_columns(request, "", scored),
-                }
-            ],
-        }
-
-    def _fill_features(self, request: SearchRequest) -> NDArray[np.float32]:
-        """Return the features of candidates, with counts and times where missing."""
-        default = np.tile(self.mean, (len(request.candidates), 1))
+        types = [name or "" for name in past.read("history_type")]
+        check_known(filter(None, types), info.sessions, "history_type")
+        history_default = np.tile(self.mean, (len(item), 1))
+        history_default[[bool(name) for name in types]] = 0
+        default = np.tile(self.mean, (len(candidate), 1))
+        queries = [request.query for request in requests]
         if self.counts:
-            self.counts.fill(default, request.candidates, request.query or "")
-        if self.time_columns and request.timestamp_ms is not None:
-            time = np.array([request.timestamp_ms], np.int64)
-            default[:, self.time_columns] = time_features(time)
-        return fill_missing("features", request.features, default)
+            asked = [queries[row] for row in shown.request]
+            self.counts.fill(default, candidates, asked)
+        for row, time in enumerate(request_times):
+            if self.time_columns and time is not None:
+                cells = np.ix_(shown.request == row, self.time_columns)
+                default[cells] = time_features(np.array([time], np.int64))
+        history_queries = past.read("history_query")
+        text = self.text.add_queries([*queries, *history_queries])
+        columns = {
+            "behaviours_per_user": past.counts,
+            "requests_per_user": [1] * len(requests),
+            "item": item,
+            "type": [["", *info.sessions].index(name) for name in types],
+            "time": [time or 0 for time in times],
+            "query": text.find_queries(history_queries),
+            "history_features": self.read_features(past, item, history_default),
+            "history_end": past.counts,
+            "split": [SPLITS.index(self.split)] * len(requests),
+            "request_query": text.find_queries(queries),
+            "request_time": [time or 0 for time in request_times],
+            "candidates_per_request": shown.counts,
+            "candidate": candidate,
+            "position": [0] * len(candidate),
+            "labels": np.zeros((len(candidate), len(info.labels)), bool),
+            "features": self.read_features(shown, candidate, default),
+        }
+        return columns, {"text": text}
 
-    def _custom_columns(
-        self, request: SearchRequest, prefix: str, selected: list[int]
-    ) -> dict[str, list[Any]]:
-        """Return custom features, those of items from the catalogue if left out."""
-        items = request.history if prefix else request.candidates
-        rows = pa.array([self.index.get(item) for item in items], pa.int64())
-        defaults = self.item_features.take(rows).to_pydict()
-        columns = request.custom_columns(self.info.custom, prefix, defaults)
-        return {name: [values[i] for i in selected] for name, values in columns.items()}
-
-    def collate(
-        self, requests: Sequence[SearchRequest], max_history: int
-    ) -> SearchBatch:
-        """Return the batch of requests."""
-        texts: list[str | None] = []
-        for request in requests:
-            texts += [request.query, *(request.history_query or ())]
-        text = self.text.add_queries(texts)
-        rows = [self.to_row(request, text) for request in requests]
-        return self.collate_rows(rows, max_history, text=text)
+    def read_features(
+        self, entries: Entries, item: list[int], default: Floats
+    ) -> Floats:
+        """Return all features of entries; the catalogue fills those of its items."""
+        vectors = entries.read_vectors(f"{entries.prefix}features", default)
+        columns = entries.read_custom(self.info.custom)
+        for name, values in self.item_features.items():
+            of_items = values.take(pa.array(item, pa.int64())).cast(columns[name].type)
+            columns[name] = pc.coalesce(columns[name], of_items)
+        custom = read_features(self.info.custom, columns, len(item))
+        return np.hstack([vectors, custom])

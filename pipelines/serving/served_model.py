@@ -241,12 +241,11 @@ class ServedModel(PythonModel):
         allowed, mask = self.encode_allowed(options.allowed)
         num_allowed = int(mask.sum())
         ids = self.requests.items
-        rows = [self.requests.to_row(request) for request in requests]
-        known = [len(row["item_index"]) for row in rows]
+        known = [len(self.requests.find_items(r.history)) for r in requests]
         latest = required_history(self.model.config.max_history, {"unseen": unseen})
 
         def rank(indices: list[int]) -> list[Answer]:
-            batch = self.requests.collate_rows([rows[i] for i in indices], latest)
+            batch = self.requests.collate([requests[i] for i in indices], latest)
             items, scores = self.model.recommend(
                 batch.to(self.device),
                 min(k, len(ids)),
@@ -312,7 +311,7 @@ class ServedModel(PythonModel):
                 f"{', '.join(labels)}"
             )
         max_history = self.model.config.max_history
-        scored = [self.requests.find_candidates(request) for request in requests]
+        scored = [self.requests.find_known(r, r.candidates) for r in requests]
 
         @torch.no_grad()
         def rank(indices: list[int]) -> list[Answer]:
