@@ -73,36 +73,31 @@ def grow_trees(
     config: TreeConfig,
     num_categories: int = 0,
     sizes: tuple[NDArray, NDArray] | None = None,
-) -> Booster | None:
-    """Train trees that predict a binary label, or that rank lists by lambdarank.
+) -> list[Booster | None]:
+    """Train trees that predict each binary label, or that rank lists by lambdarank.
 
     The number of trees is the best on the validation examples, by log loss, or by
     NDCG@10 of lists. The seed of LightGBM is sampled from PyTorch's generator.
 
     Args:
         columns: (N, X) columns of the training examples.
-        labels: (N,) labels of the training examples, 0 or 1, or grades in lists.
+        labels: (N, K) labels of the training examples, 0 or 1, or grades in lists.
         val_columns: (M, X) columns of the validation examples.
-        val_labels: (M,) labels of the validation examples.
+        val_labels: (M, K) labels of the validation examples.
         config: Options of the trees.
         num_categories: Number of categorical columns, which come first.
         sizes: Sizes of the lists in training and in validation, to rank.
 
     Returns:
-        The trees; None if all training examples have the same binary label.
+        (K,) trees; None if all training examples have the same binary label.
     """
     import lightgbm
 
-    if sizes is None and labels.min() == labels.max():
-        return None
-
     train_sizes, val_sizes = sizes or (None, None)
     data = lightgbm.Dataset(
-        columns,
-        labels,
-        group=train_sizes,
-        categorical_feature=list(range(num_categories)),
+        columns, group=train_sizes, categorical_feature=list(range(num_categories))
     )
+    val = data.create_valid(val_columns, group=val_sizes)
     parameters = {
         "objective": "lambdarank" if sizes else "binary",
         "metric": "ndcg" if sizes else "binary_logloss",
@@ -112,22 +107,28 @@ def grow_trees(
         "max_depth": config.max_depth,
         "min_data_in_leaf": config.min_data_in_leaf,
         "feature_fraction": config.feature_fraction,
-        "seed": int(torch.randint(2**31 - 1, ())),
         "num_threads": torch.get_num_threads(),
         "deterministic": True,
         "force_row_wise": True,
         "verbosity": -1,
     }
-    stop = lightgbm.early_stopping(EARLY_STOPPING_ROUNDS, verbose=False)
-    booster = lightgbm.train(
-        parameters,
-        data,
-        config.num_iterations,
-        valid_sets=[data.create_valid(val_columns, val_labels, group=val_sizes)],
-        callbacks=[stop],
-    )
-    text = booster.model_to_string(num_iteration=booster.best_iteration)
-    return lightgbm.Booster(model_str=text)
+    boosters: list[Booster | None] = []
+    for label, val_label in zip(labels.T, val_labels.T, strict=True):
+        if sizes is None and label.min() == label.max():
+            boosters.append(None)
+            continue
+        data.set_label(label)
+        val.set_label(val_label)
+        booster = lightgbm.train(
+            {**parameters, "seed": int(torch.randint(2**31 - 1, ()))},
+            data,
+            config.num_iterations,
+            valid_sets=[val],
+            callbacks=[lightgbm.early_stopping(EARLY_STOPPING_ROUNDS, verbose=False)],
+        )
+        text = booster.model_to_string(num_iteration=booster.best_iteration)
+        boosters.append(lightgbm.Booster(model_str=text))
+    return boosters
 
 
 def predict_raw(booster: Booster, columns: Tensor) -> Tensor:

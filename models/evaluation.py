@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from models.dataset.dataset import Dataset
-from models.metrics.per_user_metrics import PerUserValues
-from models.metrics.ranking_metrics import Histogram
+from models.metrics.keyed_sums import KeyedSums
 from models.training.loop import ValidationStopped
 
 Sums = dict[str, Any]
@@ -76,7 +75,7 @@ def measure_examples(
         with torch.no_grad():
             batch_sums = model.measure(batch, **(options or {}))
         for name, value in batch_sums.items():
-            if not isinstance(value, (Histogram, PerUserValues)):
+            if not isinstance(value, KeyedSums):
                 value = torch.as_tensor(value, dtype=torch.float64)
             sums[name] = sums.get(name, 0.0) + value.cpu()  # waits for the device
         seconds += time.perf_counter() - start

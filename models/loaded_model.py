@@ -8,7 +8,7 @@ examples = Dataset.load(loaded.model, loaded.catalogue, "test")
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,8 +82,6 @@ class LoadedModel:
     ) -> Self:
         """Load a checkpoint with tables that equal or extend the training tables.
 
-        A model that ranks a catalogue also accepts another log of the same items.
-
         Args:
             uri: Path or URI of the checkpoint.
             inputs: Folders of the tables.
@@ -95,33 +93,8 @@ class LoadedModel:
         catalogue = load_catalogue(
             metadata.name, inputs, metadata.learned.get("scales")
         )
-        trained = replace(
-            catalogue, versions=replace_sequences_version(catalogue.versions, metadata)
-        )
-        model, _ = load_model(uri, trained)
+        model, _ = load_model(uri, catalogue)
         return cls(metadata, model.to(device), catalogue)
-
-
-def replace_sequences_version(
-    versions: dict[str, Table[Any]], metadata: Checkpoint
-) -> dict[str, Table[Any]]:
-    """Replace the version of `sequences` by the training's, so that the check passes.
-
-    A model that ranks a catalogue may be evaluated on another log of the same items. If
-    the items differ, or the model does not rank a catalogue, the versions are returned
-    unchanged, and `checkpoint.check` rejects another log.
-
-    Args:
-        versions: Versions of the tables of the evaluation, by name.
-        metadata: `config.json` of the checkpoint.
-    """
-    trained = metadata.hashes.get("sequences")
-    sequences = versions["sequences"]
-    items = versions.get("items")
-    same_items = items is not None and items.hash == metadata.hashes.get("items")
-    if trained and same_items and registry.find(metadata.name).ranks == "catalogue":
-        return {**versions, "sequences": replace(sequences, hash=trained, extends=[])}
-    return versions
 
 
 def check_kind(name: str, versions: Mapping[str, Table[Any]]) -> None:

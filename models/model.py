@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from core.errors import UserError
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import Dataset, Kind
 from models.requests import Requests
@@ -92,9 +93,6 @@ class Model(nn.Module):
     labels: Sequence[str] = ()
     """(K,) names of the labels that the model scores; empty for a model that ranks a
     catalogue."""
-    masks: Sequence[int | None] = ()
-    """(K,) index of the label that must be true for candidates on which a label is
-    learned and measured; None for labels without a condition."""
     train_rates: Sequence[float] = ()
     """(K,) fractions of positives in the training data, if known."""
     ranks_by: str = ""
@@ -140,6 +138,12 @@ class Model(nn.Module):
         if cls.ranks == "nothing":
             return "it ranks nothing"
         return ""
+
+    @classmethod
+    def check_served(cls) -> None:
+        """Raise UserError if the model cannot be served."""
+        if reason := cls.reason_not_served():
+            raise UserError(f"the model '{cls.name}' is not served: {reason}")
 
     @classmethod
     def describe_requests(cls, info: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,15 @@ from core.files import storage_errors
 
 SOURCES: dict[str, str] = {}
 """Source of each file that runs in this process, by key."""
+
+
+IMPORT = re.compile(r"^(\s*(?:from|import) )(core|models)(?=\.\w| import)", re.M)
+"""An import of `core` or `models`."""
+
+
+def move_imports(source: str, package: str) -> str:
+    """Return a source that imports `core` and `models` from another package."""
+    return IMPORT.sub(rf"\1{package}.\2", source)
 
 
 def run_file(name: str) -> str:
@@ -45,7 +55,9 @@ def _run(file: str, source: str) -> str:
     if key not in SOURCES:
         module = ModuleType(f"own_code_{digest}")
         sys.modules[module.__name__] = module
-        exec(compile(source, file, "exec"), vars(module))
+        package, _, name = __name__.partition(".models.")
+        code = move_imports(source, package) if name else source
+        exec(compile(code, file, "exec"), vars(module))
         SOURCES[key] = source
     return key
 

@@ -99,7 +99,8 @@ def _import_class(prefix: str, entries: Mapping[str, str], name: str) -> Any:
         return found
     check_known([name], entries, f"{prefix}name")
     module, class_name = entries[name].split(":")
-    return getattr(importlib.import_module(module), class_name)
+    module = module.removeprefix("models")  # this package may have another name
+    return getattr(importlib.import_module(module, __package__), class_name)
 
 
 def build_config(what: str, options: Any, prefix: str | None = None) -> Any:

@@ -140,12 +140,8 @@ def process_day(config: DailyConfig) -> DayRecord:
     from pipelines.training.run import run_training
 
     model_class = registry.find(config.train.model.name)
-    reason = model_class.reason_not_served()
-    if config.register and reason:
-        raise UserError(
-            f"register is {config.register}, and the model '{model_class.name}' cannot "
-            f"be served: {reason}"
-        )
+    if config.register:
+        model_class.check_served()
     log, _ = load_source(config.prepare.source)
     by = config.prepare.split.resolve(log.info.clock)
     if by != "temporal":

@@ -5,15 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import runpy
 import shutil
 import subprocess
-import sys
 import time
-import types
-import zipfile
 from dataclasses import asdict, replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -242,34 +237,6 @@ def test_make_runs_no_code_of_its_variables(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_files_with_times_before_1980_are_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/old.py").touch()
-    os.utime(tmp_path / "models/old.py", (0, 0))
-    monkeypatch.setattr(package.models, "__path__", [str(tmp_path / "models")])
-    with zipfile.ZipFile(package.write_code(tmp_path)) as archive:
-        assert "models/old.py" in archive.namelist()
-
-
-def test_a_version_is_refused_beside_a_module_of_the_same_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "code").mkdir()
-    package.write_code(tmp_path / "code")
-    source = Path(package.__file__).with_name("served_model.py")
-    shutil.copyfile(source, tmp_path / "served_model.py")
-    for name in ("core", "models"):
-        module = types.ModuleType(name)
-        module.__file__ = f"/app/{name}.py"
-        module.__spec__ = ModuleSpec(name, None, origin=module.__file__)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    with pytest.raises(ImportError, match=r"imported /app/(core|models)\.py"):
-        runpy.run_path(str(tmp_path / "served_model.py"))
-
-
 @pytest.mark.parametrize(
     ("file", "requirement"),
     [
@@ -284,21 +251,6 @@ def test_a_served_model_requires_the_library_of_its_encoder(
     (tmp_path / file).touch()
     *_, last = package.pin_requirements(SASRec, tmp_path)
     assert last.startswith(f"{requirement}==")
-
-
-@pytest.mark.parametrize("name", ["models/registry.py", "models/more.py"])
-def test_a_version_with_other_code_than_the_process_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "code").mkdir()
-    archive_path = package.write_code(tmp_path / "code")
-    with zipfile.ZipFile(archive_path, "a") as archive:
-        archive.writestr(name, "other = 1")
-    source = Path(package.__file__).with_name("served_model.py")
-    shutil.copyfile(source, tmp_path / "served_model.py")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    with pytest.raises(ImportError, match=r"other code in .*trieline\.zip"):
-        runpy.run_path(str(tmp_path / "served_model.py"))
 
 
 def test_the_cache_removes_only_its_own_entries(

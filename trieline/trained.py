@@ -44,6 +44,7 @@ class TrainedModel:
         self, uri: str, inputs: Inputs, device: str, trust_code: bool = False
     ) -> None:
         self.loaded = LoadedModel.load(uri, inputs, device, trust_code)
+        self.loaded.model.check_served()
         self.model, self.served = self.loaded.model, ServedModel()
         settings = self.model.requests_class.settings_class(device=device)
         with TemporaryDirectory() as folder:

@@ -30,9 +30,7 @@ from models.custom_features import CustomInputs
 from models.label_loss import (
     LabelOptions,
     label_loss,
-    resolve_masks,
     resolve_weights,
-    select_learned,
 )
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
@@ -258,7 +256,6 @@ class FusionModel(ActionsModel):
         super().__init__(config, catalogue)
         self.labels, self.train_rates = catalogue.labels, catalogue.train_rates
         self.weights = resolve_weights(self.labels, config.label_weights)
-        self.masks = resolve_masks(self.labels, config.label_masks)
         self.items = ItemNetwork(catalogue, config)
         self.actions = build_projection(len(catalogue.actions), config.width)
         self.features = Standardised(
@@ -385,8 +382,7 @@ class FusionModel(ActionsModel):
             is_event_learned = batch.candidate_valid
         label = label.flatten(0, 1)
         # a mask and no selection, since the size of a selection would synchronise a GPU
-        is_learned = is_event_learned.flatten()[:, None].expand_as(label)
-        is_learned = is_learned & select_learned(label, self.masks)
+        is_learned = is_event_learned.flatten()
         loss = label_loss(logits, label, self.weights, is_learned)
         is_event = torch.cat([batch.valid, batch.candidate_valid], 1)
         return {"loss": loss, "padding": 1 - is_event.float().mean()}

@@ -71,7 +71,6 @@ class BaseRate(ActionsModel):
         super().__init__(config, catalogue)
         self.labels = catalogue.labels
         self.train_rates = catalogue.train_rates
-        self.masks = [None] * len(self.labels)
         shape = catalogue.num_items, len(self.labels)
         self.register_buffer("events", torch.zeros(shape[0], dtype=torch.float64))
         self.register_buffer("done", torch.zeros(shape, dtype=torch.float64))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -57,7 +56,6 @@ class BoostedActions(BoostedTrees, ActionsModel):
         super().__init__(config, catalogue)
         self.labels = catalogue.labels
         self.train_rates = catalogue.train_rates
-        self.masks = [None] * len(self.labels)
         self.num_custom_numbers = len(catalogue.custom_features.numbers)
         num_items = catalogue.num_items
         for name in ("numbers", "categories"):
@@ -131,13 +129,6 @@ class BoostedActions(BoostedTrees, ActionsModel):
 
         columns, labels = concat_batches(train, read)
         val_columns, val_labels = concat_batches(val, read)
-        self.boosters = [
-            grow_trees(
-                columns,
-                np.ascontiguousarray(labels[:, task]),
-                val_columns,
-                np.ascontiguousarray(val_labels[:, task]),
-                self.config,
-            )
-            for task in range(len(self.labels))
-        ]
+        self.boosters = grow_trees(
+            columns, labels, val_columns, val_labels, self.config
+        )

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.actions.batch import ActionsBatch
-from models.label_loss import select_learned
 from models.metrics import ranking_metrics
 from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import (
@@ -54,30 +53,22 @@ def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]
     Args:
         model: Actions model.
         batch: Batch of the evaluated split.
-        by_user: Also return the loss of every `by_user`-th user; 0 for none. Models
-            with label masks ignore it, since their tasks count different candidates.
+        by_user: Also return the loss of every `by_user`-th user; 0 for none.
     """
     logits = model.score(batch).float()  # (N, K)
     valid = batch.candidate_valid  # (B, C)
     label = batch.candidate_label[valid]  # (N, K)
-    is_measured = select_learned(label, model.masks)  # (N, K)
     row = torch.arange(len(valid), device=valid.device)  # (B,)
     user = row[:, None].expand_as(valid)[valid]  # (N,)
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)
     }
-    for task, name in enumerate(model.labels):
-        candidates = is_measured[:, task]
-        task_label = label[candidates, task]
-        sums |= ranking_sums(
-            logits[candidates, task], task_label, user[candidates], f"{name}/"
-        )
-        # with a mask, the rate among measured candidates is not the training rate
-        if model.train_rates and model.masks[task] is None:
-            sums[f"{name}/constant_loss"] = constant_loss(
-                task_label.double(), model.train_rates[task]
-            )
-    if by_user and not any(mask is not None for mask in model.masks):
+    sums |= ranking_sums(logits, label, user, [f"{name}/" for name in model.labels])
+    for name, task_label, rate in zip(
+        model.labels, label.double().T, model.train_rates, strict=False
+    ):  # not strict: the rates are empty if they are unknown
+        sums[f"{name}/constant_loss"] = constant_loss(task_label, rate)
+    if by_user:
         loss = functional.binary_cross_entropy_with_logits(
             logits.double(), label.double(), reduction="none"
         ).sum(1)

@@ -44,7 +44,7 @@ from torch import Tensor
 from models.cpu.matmul import is_plain_inference
 
 # in the archive of a served model, the source is not a file
-SOURCE = resources.files("models.cpu") / "kernels.cpp"
+SOURCE = resources.files(__package__) / "kernels.cpp"
 
 C_TYPES: dict[type, Any] = {bool: c_bool, int: c_int64, float: c_float}
 """C types of the kernels' numbers; other arguments are addresses."""

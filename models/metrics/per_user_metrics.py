@@ -15,13 +15,14 @@ import base64
 import hashlib
 import math
 import zlib
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from models.metrics.keyed_sums import KeyedSums
 
 MAX_TRACKED_USERS = 100_000
 """Maximum number of users whose values are stored. Of larger tables, only every
@@ -40,13 +41,8 @@ def sampling_stride(num_users: int) -> int:
     return max(1, math.ceil(num_users / MAX_TRACKED_USERS))
 
 
-@dataclass(frozen=True)
-class PerUserValues:
-    """Sums and counts of a metric per user, which can be added in any order."""
-
-    chunks: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs of arrays, one pair per batch: (u,) int64 table rows of users, and (2, u)
-    float64 sums and counts of the users' values."""
+class PerUserValues(KeyedSums):
+    """Sums and counts of a metric by the user's table row."""
 
     @classmethod
     def from_batch(cls, user: Tensor, values: Tensor, stride: int = 1) -> Self:
@@ -64,19 +60,6 @@ class PerUserValues:
         table[1] = torch.bincount(index, minlength=len(rows))
         return cls(((rows, table),))
 
-    def __add__(self, other: PerUserValues | float) -> PerUserValues:
-        if not isinstance(other, PerUserValues):
-            return self  # the 0 that `sum` starts with
-        return PerUserValues((*self.chunks, *other.chunks))
-
-    __radd__ = __add__
-
-    def cpu(self) -> PerUserValues:
-        """Copy the values to CPU memory."""
-        return PerUserValues(
-            tuple((rows.cpu(), table.cpu()) for rows, table in self.chunks)
-        )
-
     def merge(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
         """Merge the values of all batches.
 
@@ -84,10 +67,7 @@ class PerUserValues:
             (U,) table rows of the users, ascending; the (U,) mean of each user's
             values; the (U,) number of each user's values.
         """
-        users = torch.cat([rows for rows, _ in self.chunks])
-        users, index = users.unique(return_inverse=True)
-        tables = torch.cat([table for _, table in self.chunks], 1)
-        total = tables.new_zeros(2, len(users)).index_add(1, index, tables)
+        users, total = self.merge_chunks()
         return users.numpy(), (total[0] / total[1]).numpy(), total[1].long().numpy()
 
     def to_text(self) -> dict[str, str]:

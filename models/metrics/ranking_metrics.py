@@ -10,9 +10,8 @@ Public libraries differ in their definitions. Here:
   throughout give 0.5.
 - `gauc` is the unweighted mean of AUC over the requests that have both labels, as in
   the QGS paper. `requests_one_class` counts the other requests.
-- `auc` covers all candidates, computed from histograms of logits that can be added.
-  It is exact for up to `MAX_EXACT_LOGITS` distinct logits. Beyond, neighbouring logits
-  share a bin and count as tied.
+- `auc` covers all candidates, computed from histograms of logits in single precision
+  that can be added. Each distinct logit takes 24 bytes.
 - `log_loss` is in nats. `normalised_entropy` is the log loss divided by the entropy of
   the base rate. `calibration` is the sum of predicted probabilities divided by the
   number of positives.
@@ -27,21 +26,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.metrics.keyed_sums import KeyedSums
 from models.metrics.scores import check_finite
-
-MAX_EXACT_LOGITS = 1 << 20
-"""Number of distinct logits of a label, over all workers, up to which `auc` is exact.
-Each takes 24 bytes."""
-
-MAX_CHUNKS = 256
-"""Number of chunks in a histogram above which they are merged."""
 
 CHANCE_GAUC = 0.51
 """GAUC below which a model is reported to rank no better than chance."""
@@ -145,130 +137,43 @@ def rank_in_request(values: Tensor, request: Tensor) -> Tensor:
     return rank
 
 
-class HistogramChunk(NamedTuple):
-    """Counts of negatives and positives of n distinct logits."""
-
-    keys: Tensor
-    """(n,) int64 bits of the logits without the dropped low bits, mapped so that they
-    ascend with the logit."""
-    counts: Tensor
-    """(2, n) float64 numbers of negatives and positives."""
-    dropped_bits: int
-    """Number of low bits that were dropped from the logits."""
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of negatives and positives by logit, which can be added in any order.
-
-    Up to `MAX_EXACT_LOGITS` distinct logits have one bin each. For more distinct
-    logits, low bits of the floating-point numbers are dropped until at most
-    `MAX_EXACT_LOGITS` bins are left. So nearby logits of any scale share a bin.
-    """
-
-    chunks: tuple[HistogramChunk, ...]
-    """Counts of the batches; `merge` adds them up."""
+class Histogram(KeyedSums):
+    """Counts of negatives and positives by group and logit in single precision."""
 
     @classmethod
-    def by_group(cls, logits: Tensor, labels: Tensor, group: Tensor) -> Self:
-        """Count the candidates of a batch, for `auc_within_groups`.
+    def from_batch(cls, logits: Tensor, labels: Tensor, group: Tensor | None) -> Self:
+        """Count the candidates of a batch.
 
         Args:
             logits: (N,) logits without NaN, which are compared in single precision.
             labels: (N,) labels, true or false.
-            group: (N,) numbers of the groups, from 0.
+            group: (N,) numbers of the groups, from 0; None for a single group.
         """
-        bits = (logits.float() + 0.0).view(torch.int32)
-        ascending = bits ^ (bits >> 31 & 0x7FFF_FFFF)  # as in `from_logits`
-        positive = labels.double()
-        counts = torch.stack([1 - positive, positive])
-        return cls((HistogramChunk((group << 32) + ascending, counts, 0),))
-
-    @classmethod
-    def from_logits(cls, logits: Tensor, labels: Tensor) -> Self:
-        """Count the candidates of a batch.
-
-        Args:
-            logits: (N,) logits without NaN.
-            labels: (N,) labels, true or false.
-        """
-        bits = (logits.double() + 0.0).view(torch.int64)  # -0 becomes 0
+        bits = (logits.float() + 0.0).view(torch.int32)  # -0 becomes 0
         # The bits of negative floats are a sign and a magnitude, so they descend with
         # the logit. Flipping the magnitude makes them ascend.
-        keys = bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF)
+        ascending = bits ^ (bits >> 31 & 0x7FFF_FFFF)
+        keys = ascending.long() + (0 if group is None else group << 32)
         positive = labels.double()
-        counts = torch.stack([1 - positive, positive])
-        return cls((HistogramChunk(keys, counts, 0),))
+        return cls(((keys, torch.stack([1 - positive, positive])),))
 
-    def __add__(self, other: Histogram | float) -> Histogram:
-        if not isinstance(other, Histogram):
-            return self  # the 0 that `sum` starts with
-        joined = Histogram((*self.chunks, *other.chunks))
-        num_keys = sum(len(chunk.keys) for chunk in joined.chunks)
-        if num_keys > 2 * MAX_EXACT_LOGITS or len(joined.chunks) > MAX_CHUNKS:
-            return joined.merge()
-        return joined
-
-    __radd__ = __add__
-
-    def cpu(self) -> Histogram:
-        """Copy the counts to CPU memory."""
-        return Histogram(
-            tuple(
-                HistogramChunk(chunk.keys.cpu(), chunk.counts.cpu(), chunk.dropped_bits)
-                for chunk in self.chunks
-            )
-        )
-
-    def merge(self) -> Histogram:
-        """Merge all chunks into one with at most `MAX_EXACT_LOGITS` ascending keys."""
-        dropped = max(chunk.dropped_bits for chunk in self.chunks)
-        aligned = [
-            chunk.keys >> (dropped - chunk.dropped_bits) for chunk in self.chunks
-        ]
-        keys, index = torch.cat(aligned).unique(return_inverse=True)
-        newly_dropped = 0
-        while len((keys >> newly_dropped).unique_consecutive()) > MAX_EXACT_LOGITS:
-            newly_dropped += 1
-        if newly_dropped:
-            shorter = keys >> newly_dropped
-            keys, bin_index = shorter.unique_consecutive(return_inverse=True)
-            index = bin_index[index]
-        all_counts = torch.cat([chunk.counts for chunk in self.chunks], 1)
-        counts = all_counts.new_zeros(2, len(keys)).index_add(1, index, all_counts)
-        return Histogram((HistogramChunk(keys, counts, dropped + newly_dropped),))
-
-    def auc(self) -> float:
-        """Return the AUC, NaN if only one class is present."""
-        (merged,) = self.merge().chunks
-        negatives, positives = merged.counts  # (n,) each, by ascending logit
-        num_pairs = float(negatives.sum() * positives.sum())
-        if not num_pairs:
-            return math.nan
-        tied_pairs = float((negatives * positives).sum())
-        negatives_below = negatives.cumsum(0) - negatives
-        ordered_pairs = float((positives * negatives_below).sum())
-        return (ordered_pairs + tied_pairs / 2) / num_pairs
-
-    def auc_within_groups(self) -> float:
+    def auc(self, min_groups: int = 1) -> float:
         """Return the share of ordered pairs among the pairs of one group.
 
-        The counts are those of `by_group`. Ties count as half. The share is NaN for a
-        single group, or without a pair of a positive and a negative.
+        Ties count as half. The share is NaN for fewer groups than `min_groups`, or
+        without a pair of a positive and a negative.
         """
-        (merged,) = self.merge().chunks
-        negatives, positives = merged.counts  # (n,) each, by group, then by logit
-        bits = 32 - merged.dropped_bits
-        group = (merged.keys + (1 << bits - 1)) >> bits
-        _, index = group.unique_consecutive(return_inverse=True)
+        keys, counts = self.merge_chunks()
+        negatives, positives = counts  # (n,) each, by group, then by logit
+        _, index = (keys + (1 << 31) >> 32).unique_consecutive(return_inverse=True)
         negatives_below = negatives.cumsum(0) - negatives
         # of each group's first logit
         begin = torch.searchsorted(index, index)
         negatives_below = negatives_below - negatives_below[begin]
         num_groups = int(index.max()) + 1 if len(index) else 0
-        totals = negatives.new_zeros(2, num_groups).index_add(1, index, merged.counts)
+        totals = negatives.new_zeros(2, num_groups).index_add(1, index, counts)
         num_pairs = float((totals[0] * totals[1]).sum())
-        if num_groups < 2 or not num_pairs:
+        if num_groups < min_groups or not num_pairs:
             return math.nan
         ordered_pairs = (positives * (negatives_below + negatives / 2)).sum()
         return float(ordered_pairs) / num_pairs
@@ -278,33 +183,41 @@ def ranking_sums(
     logits: Tensor,
     labels: Tensor,
     request: Tensor,
-    prefix: str = "",
+    prefixes: Sequence[str] = ("",),
 ) -> dict[str, Any]:
     """Compute the sums over a batch from which `ranking_means` computes metrics.
 
     Args:
-        logits: (N,) logits.
-        labels: (N,) labels, true or false.
+        logits: (N, K) logits of each label.
+        labels: (N, K) labels, true or false.
         request: (N,) index of each candidate's request. The batch has all candidates of
             its requests.
-        prefix: Prefix of the names of the sums.
+        prefixes: (K,) prefix of the names of each label's sums.
     """
-    logits, labels = check_finite(logits.double()), labels.double()
-    auc, valid = request_auc(logits, labels, request)
-    size = torch.bincount(request, minlength=len(auc)).double()
-    loss = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-    sums: dict[str, Any] = {
-        "request_auc": auc[valid].sum(),
-        "requests_both": valid.sum(),
-        "requests": (size > 0).sum(),
-        "candidates": torch.tensor(len(logits)),
-        "positives": labels.sum(),
-        "predicted": torch.sigmoid(logits).sum(),
-        "loss": loss,
-    }
-    sums = {name: value.double() for name, value in sums.items()}
-    sums["histogram"] = Histogram.from_logits(logits, labels)
-    return {prefix + name: value for name, value in sums.items()}
+    logits = check_finite(logits.double()).T.contiguous()
+    labels = labels.double().T.contiguous()
+    size = torch.bincount(request)
+    by_label = torch.arange(len(labels), device=request.device)[:, None]
+    auc, valid = request_auc(
+        logits.flatten(), labels.flatten(), (by_label * len(size) + request).flatten()
+    )
+    sums: dict[str, Any] = {}
+    for k, prefix in enumerate(prefixes):
+        of_label = slice(k * len(size), (k + 1) * len(size))
+        values = {
+            "request_auc": auc[of_label][valid[of_label]].sum(),
+            "requests_both": valid[of_label].sum(),
+            "requests": (size > 0).sum(),
+            "candidates": torch.tensor(len(request)),
+            "positives": labels[k].sum(),
+            "predicted": torch.sigmoid(logits[k]).sum(),
+            "loss": functional.binary_cross_entropy_with_logits(
+                logits[k], labels[k], reduction="sum"
+            ),
+        }
+        sums |= {prefix + name: value.double() for name, value in values.items()}
+        sums[f"{prefix}histogram"] = Histogram.from_batch(logits[k], labels[k], None)
+    return sums
 
 
 def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:

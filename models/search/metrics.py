@@ -4,7 +4,7 @@
     means(sums)["gauc"], means(sums)["purchase/gauc"]
 
 Metrics of the first label have plain names; names of other labels' metrics begin with
-the label. A label with a mask is measured where the mask is true.
+the label.
 
 An evaluation also has `gauc_within_positions`, which compares the candidates of all
 searches that were shown at the same position. The shown order has 0.5. It is absent if
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from models.label_loss import select_learned
 from models.metrics import ranking_metrics
 from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import (
@@ -52,21 +51,19 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(batch.request_row)), dtype=torch.float64)
     }
-    is_measured = select_learned(batch.labels, model.masks)  # (N, K)
-    logits = model.score(batch).float()
-    for i, label in enumerate(model.labels):
-        prefix = f"{label}/" if i else ""
-        candidates = is_measured[:, i]
-        label_logits, labels = logits[candidates, i], batch.labels[candidates, i]
-        request = batch.candidate_request[candidates]
-        sums |= ranking_sums(label_logits, labels, request, prefix)
-        if by_user and not prefix:
-            position = batch.candidate_position[candidates].clamp(min=0)
-            sums[WITHIN_POSITIONS] = Histogram.by_group(label_logits, labels, position)
-            auc, _ = request_auc(label_logits, labels, request)
-            user = batch.user_row[batch.request_row[: len(auc)]]
-            values = PerUserValues.from_batch(user, auc, by_user)
-            sums[f"{PER_USER_PREFIX}gauc"] = values
+    logits, request = model.score(batch).float(), batch.candidate_request
+    prefixes = ["", *(f"{label}/" for label in model.labels[1:])]
+    labels = batch.labels[:, : len(prefixes)]
+    sums |= ranking_sums(logits, labels, request, prefixes)
+    if by_user:
+        position = batch.candidate_position.clamp(min=0)
+        sums[WITHIN_POSITIONS] = Histogram.from_batch(
+            logits[:, 0], labels[:, 0], position
+        )
+        auc, _ = request_auc(logits[:, 0], labels[:, 0], request)
+        user = batch.user_row[batch.request_row[: len(auc)]]
+        values = PerUserValues.from_batch(user, auc, by_user)
+        sums[f"{PER_USER_PREFIX}gauc"] = values
     return sums
 
 
@@ -87,7 +84,7 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
     for prefix in prefixes:
         metrics |= ranking_means(sums, prefix)
     if WITHIN_POSITIONS in sums:
-        within = sums[WITHIN_POSITIONS].auc_within_groups()
+        within = sums[WITHIN_POSITIONS].auc(min_groups=2)
         if not math.isnan(within):
             metrics[WITHIN_POSITIONS] = within
     return metrics

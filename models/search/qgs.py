@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.options import STRICT
-from models.label_loss import label_loss
 from models.layers.hstu import HSTULayer
 from models.search.catalogue import SearchCatalogue
 from models.search.encoders import (
@@ -286,12 +285,11 @@ class QGS(Ranker):
         Returns:
             `loss`, which is `ranking` + `infonce_weight` * `infonce`, and both terms.
         """
-        batch, is_learned = self.select_candidates(batch)
         tokens = self.history_tokens(batch)
         states = self.encode_history(batch, tokens)
         request_states = self.request_states(states, batch)
         logits = self.rank_from_states(request_states, batch)
-        ranking = label_loss(logits, batch.labels, self.weights, is_learned)
+        ranking = self.ranking_loss(logits, batch)
         if not self.config.infonce_weight:
             return {"loss": ranking}
         next_item = self.next_item_loss(states, tokens, batch)

@@ -20,13 +20,7 @@ from torch.nn import functional
 
 from core.options import STRICT, Dropout, Fraction
 from models.custom_features import CustomInputs
-from models.label_loss import (
-    LabelOptions,
-    label_loss,
-    resolve_masks,
-    resolve_weights,
-    select_learned,
-)
+from models.label_loss import LabelOptions, label_loss, resolve_weights
 from models.layers.hstu import HSTULayer
 from models.layers.standardised import Standardised
 from models.search.catalogue import NO_QUERY, SearchCatalogue
@@ -247,7 +241,6 @@ class Ranker(SearchModel):
         super().__init__(config, catalogue)
         self.labels = catalogue.labels
         self.weights = resolve_weights(self.labels, config.label_weights)
-        self.masks = resolve_masks(self.labels, config.label_masks)
         self.text = TextProjection(catalogue, config.text_width)
         self.scale = FeatureScaler(catalogue, CATEGORY_WIDTH, config.category_dropout)
         unknown = catalogue.unknown_when_ranking
@@ -353,27 +346,12 @@ class Ranker(SearchModel):
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
         """Return the ranking `loss`: weighted binary cross-entropy of all labels."""
-        batch, is_learned = self.select_candidates(batch)
-        logits = self.rank(batch)
-        return {"loss": label_loss(logits, batch.labels, self.weights, is_learned)}
+        return {"loss": self.ranking_loss(self.rank(batch), batch)}
 
-    def select_candidates(
-        self, batch: SearchBatch
-    ) -> tuple[SearchBatch, Tensor | None]:
-        """Select the candidates and labels of this training step.
-
-        Returns:
-            The batch without the candidates that have no label to learn, and a mask
-            (N, K) of the labels to learn, or None if all labels are learned. A padded
-            batch keeps its shape and all candidates.
-        """
-        is_learned = select_learned(batch.labels, self.masks)
-        if batch.is_padded:
-            return batch, is_learned & batch.candidate_valid[:, None]
-        if not self.config.label_masks:
-            return batch, None
-        is_candidate_learned = is_learned.any(1)
-        return batch.select("N", is_candidate_learned), is_learned[is_candidate_learned]
+    def ranking_loss(self, logits: Tensor, batch: SearchBatch) -> Tensor:
+        """Return the () loss of the labels of all candidates, without padding."""
+        selected = batch.candidate_valid if batch.is_padded else None
+        return label_loss(logits, batch.labels, self.weights, selected)
 
 
 class Base(Ranker):

@@ -18,7 +18,6 @@ from core.tables import Table
 from models import own_code, registry
 from models.loaded_model import (
     read_versions,
-    replace_sequences_version,
 )
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
@@ -58,9 +57,7 @@ def check_evaluation(config: EvaluateConfig) -> CheckedEvaluation:
     else:
         check_known(options, (), f"the options of '{saved.name}'")
     versions = read_versions(saved.name, config.inputs)
-    checkpoint.check(
-        saved, uri, replace_sequences_version(versions, saved), extending=True
-    )
+    checkpoint.check(saved, uri, versions, extending=True)
     return CheckedEvaluation(uri, saved, versions)
 
 

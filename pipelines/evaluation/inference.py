@@ -320,8 +320,7 @@ def infer_all(
     checked = check_evaluation(config)
     saved, recommend = checked.checkpoint, config.recommend_options()
     model_class = registry.find(saved.name)
-    if reason := model_class.reason_not_served():
-        raise UserError(f"the model '{saved.name}' is not served: {reason}")
+    model_class.check_served()
     sequences = checked.versions["sequences"]
     kind: type[Inference] = CatalogueInference
     ranked: dict[str, Any] = {"k": config.k}

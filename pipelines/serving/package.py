@@ -33,7 +33,7 @@ from core.errors import UserError
 from core.files import join, open_uri
 from core.schemas import Inputs, RunRef, SequencesInfo
 from core.tables import MANIFEST, TableInfo, open_table, read_manifest
-from models import registry
+from models import own_code, registry
 from models.model import Model
 from models.retrieval.requests import EVERY
 from models.text.text_encoder import MODEL
@@ -63,6 +63,26 @@ REQUIREMENTS = [
 ]
 """Packages that every served model needs."""
 
+PACKAGE, ARCHIVE = "trieline_served", "trieline.zip"
+"""Name under which the code of a served model is imported, and its file."""
+
+LOADER = f'''"""Load a served model from the archive of its code."""
+import sys
+from pathlib import Path
+
+import mlflow
+
+for name in list(sys.modules):  # of an earlier version
+    if name.partition(".")[0] == "{PACKAGE}":
+        del sys.modules[name]
+sys.path.insert(0, str(Path(__file__).with_name("code") / "{ARCHIVE}"))
+from {PACKAGE}.served_model import ServedModel
+
+del sys.path[0]
+mlflow.models.set_model(ServedModel())
+'''
+"""File that MLflow runs."""
+
 
 def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     """Log a checkpoint to a run, with the tables that its model needs.
@@ -84,6 +104,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     with tempfile.TemporaryDirectory() as folder:
         bundle, target = Path(folder) / "data", Path(folder) / "model"
         write_bundle(bundle, uri, inputs)
+        loader = write_code(Path(folder))
         # `mlflow.pyfunc.log_model` would request the history of each metric separately
         logged = client.create_logged_model(
             training.info.experiment_id,
@@ -103,8 +124,8 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
             mlflow.pyfunc.save_model(
                 target,
                 mlflow_model=model,
-                python_model=str(Path(__file__).with_name("served_model.py")),
-                code_paths=[str(write_code(Path(folder)))],
+                python_model=str(loader),
+                code_paths=[str(loader.with_name("code") / ARCHIVE)],
                 artifacts={"data": str(bundle)},
                 signature=ModelSignature(params=ParamSchema(options)),
                 metadata=model_class.describe_requests(info),
@@ -132,21 +153,32 @@ def pin_requirements(model_class: type[Model], bundle: Path) -> list[str]:
 
 
 def write_code(folder: Path) -> Path:
-    """Write the archive of `core/` and `models/` from which a served model imports.
+    """Write the archive of a served model's code, and the file that loads it.
 
-    A tracking server takes seconds to store each file, so the code is one file.
+    A tracking server takes seconds to store each file, so the code is one file. It is
+    imported under the name `PACKAGE`, so that other packages called `core` or `models`
+    stay as they are, and a process can load versions with different code.
+
+    Returns:
+        The path of the file that loads the code, with the archive beside it in `code`.
     """
-    archive_path = folder / "trieline.zip"
-    # files of reproducible images have times before 1980
-    with zipfile.ZipFile(
-        archive_path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False
-    ) as archive:
+    (folder / "code").mkdir()
+    path = folder / "code" / ARCHIVE
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        served = Path(__file__).with_name("served_model.py")
+        source = own_code.move_imports(served.read_text(), PACKAGE)
+        archive.writestr(f"{PACKAGE}/__init__.py", "")
+        archive.writestr(f"{PACKAGE}/{served.name}", source)
         for package in (core, models):
             root = Path(package.__path__[0])
             for file in sorted(root.rglob("*.*")):
                 if file.suffix in (".py", ".cpp"):
-                    archive.write(file, file.relative_to(root.parent))
-    return archive_path
+                    source = own_code.move_imports(file.read_text(), PACKAGE)
+                    name = f"{PACKAGE}/{file.relative_to(root.parent)}"
+                    archive.writestr(name, source)
+    loader = folder / "load_model.py"
+    loader.write_text(LOADER)
+    return loader
 
 
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:

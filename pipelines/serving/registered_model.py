@@ -86,8 +86,7 @@ def check_servable(training: Any, run: RunRef, trust_code: bool) -> None:
         raise UserError(f"the run '{name}' at {run.uri} has no checkpoint to register")
     saved = checkpoint.read(tags["checkpoint"])
     own_code.accept_code(saved.code, tags["checkpoint"], trust_code)
-    if reason := registry.find(params["model.name"]).reason_not_served():
-        raise UserError(f"the model '{params['model.name']}' is not served: {reason}")
+    registry.find(params["model.name"]).check_served()
     owner = saved.tracking.get("run_id")
     if owner != run.run_id:
         raise UserError(

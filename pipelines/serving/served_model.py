@@ -3,9 +3,9 @@
     model = mlflow.pyfunc.load_model("models:/industrial/1")
     model.predict(pandas.DataFrame([{"history": ["B01", "B02"]}]), params={"k": 10})
 
-The model is logged as a "model from code": MLflow runs this file, next to
-`core/`, `models/` and the data of `package.py`, without pickle. The file needs only
-PyTorch and MLflow.
+The model is logged as a "model from code", without pickle: MLflow runs a file that
+imports this module, `core/` and `models/` from an archive (`package.py`). The module
+needs only PyTorch and MLflow.
 Retrieval models rank their catalogue after a history, other models the candidates of a
 request; `models/<kind>/requests.py` has the pydantic model of a request.
 `model_config={"device": "cuda"}` puts the model on a GPU.
@@ -17,18 +17,13 @@ refuses an unknown one. MLflow drops unknown params, with a warning in its log.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
-import pkgutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any
-from zipfile import ZipFile
 
-import mlflow
 import pandas as pd
 import torch
 from cachetools import LRUCache
@@ -36,26 +31,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.pyfunc import PythonModel
 from pydantic import BaseModel, Field, ValidationError, create_model
-
-# MLflow stores `core/` and `models/` as an archive beside this file.
-if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
-    code_file = Path(__file__).with_name("code") / "trieline.zip"
-    sys.path.insert(0, str(code_file))
-    # other packages of these names, or other code, may have been imported before
-    with ZipFile(code_file) as archive:
-        for name in archive.namelist():
-            package, _, file = name.partition("/")
-            try:
-                code = pkgutil.get_data(package, file)
-            except OSError:
-                code = None
-            if code != archive.read(name):
-                imported = importlib.import_module(package)
-                path = getattr(imported, "__path__", [imported.__file__])[0]
-                raise ImportError(
-                    f"this process has imported {path}, and the model has other "
-                    f"code in {code_file}; load it in a process of its own"
-                )
 
 from core.errors import UserError
 from core.schemas import Inputs
@@ -375,6 +350,3 @@ def make_answer(
     is_item = items >= 0
     ranked = [ids[item] for item in items[is_item].tolist()]
     return {"item_id": ranked, "score": scores[is_item].tolist()}
-
-
-mlflow.models.set_model(ServedModel())

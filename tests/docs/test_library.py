@@ -12,11 +12,15 @@ from pages import ROOT, read_blocks
 from torch.utils.data import DataLoader
 
 import trieline
+from core.errors import UserError
 from core.schemas import Inputs
 from models.dataset.dataset import Dataset
+from models.training import checkpoint
+from models.training.fit_config import FitConfig
 from pipelines.training.record import read_record
 from tests.fixtures import search_tables
 from tests.fixtures.served_models import build_search_requests, serve_ranker
+from tests.fixtures.trainings import build_training
 from trieline.trained import TrainedModel
 
 pytestmark = pytest.mark.long
@@ -95,3 +99,11 @@ def test_scores_of_candidates_are_those_of_the_model(tmp_path: Path) -> None:
         answer = dict(model.score(**request).iter_rows())
         assert answer == pytest.approx(expected)
         assert list(answer.values()) == sorted(answer.values(), reverse=True)
+
+
+def test_a_model_that_is_not_served_is_not_loaded(tmp_path: Path) -> None:
+    tables, _ = search_tables.write_search(tmp_path / "searches", users=10)
+    run = build_training({"name": "shown_order"}, FitConfig(), Inputs(tables))
+    checkpoint.save(tmp_path / "shown", run.model, run.checkpoint(epoch=1))
+    with pytest.raises(UserError, match="only after results were shown"):
+        TrainedModel(str(tmp_path / "shown"), Inputs(tables), "cpu")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
 from core.errors import UserError
-from models.metrics import ranking_metrics
+from models.metrics import keyed_sums
 from models.metrics.ranking_metrics import (
     METRIC_NAMES,
     Histogram,
@@ -51,7 +51,7 @@ def draw_requests(
 def test_auc_within_groups_counts_the_pairs_of_one_group_over_all_batches():
     scores, labels, group = draw_requests(3)
     batches = [
-        Histogram.by_group(scores[rows], labels[rows], group[rows] % 5)
+        Histogram.from_batch(scores[rows], labels[rows], group[rows] % 5)
         for rows in torch.arange(len(scores)).chunk(4)
     ]
     pairs = [
@@ -61,13 +61,13 @@ def test_auc_within_groups_counts_the_pairs_of_one_group_over_all_batches():
         if group[a] % 5 == group[b] % 5
     ]
 
-    auc = sum(batches).auc_within_groups()
+    auc = sum(batches).auc(min_groups=2)
 
     assert auc == pytest.approx(float(torch.cat(pairs).mean()))
-    copied = Histogram.by_group(group % 5 * 1.0, labels, group % 5)
-    assert copied.auc_within_groups() == 0.5
-    one_group = Histogram.by_group(scores, labels, torch.zeros_like(group))
-    assert math.isnan(one_group.auc_within_groups())
+    copied = Histogram.from_batch(group % 5 * 1.0, labels, group % 5)
+    assert copied.auc(min_groups=2) == 0.5
+    one_group = Histogram.from_batch(scores, labels, torch.zeros_like(group))
+    assert math.isnan(one_group.auc(min_groups=2))
 
 
 @settings(max_examples=50)
@@ -101,20 +101,36 @@ def test_sums_of_batches_add_up_to_those_of_all_requests(untied_requests):
     total: dict[str, Any] = {}
     for begin in range(0, 200, 37):
         rows = (request >= begin) & (request < begin + 37)
-        sums = ranking_sums(scores[rows], labels[rows], request[rows] - begin)
+        sums = ranking_sums(
+            scores[rows, None], labels[rows, None], request[rows] - begin
+        )
         for name, value in sums.items():
             total[name] = total.get(name, 0) + value
 
-    metrics = ranking_means(ranking_sums(scores, labels, request))
+    metrics = ranking_means(ranking_sums(scores[:, None], labels[:, None], request))
 
     assert tuple(metrics) == METRIC_NAMES
     assert ranking_means(total) == pytest.approx(metrics, rel=1e-12)
 
 
+def test_labels_measured_together_equal_labels_measured_alone(untied_requests):
+    scores, labels, request = untied_requests
+    logits = torch.stack([scores, -scores, scores.round()], 1)
+    targets = torch.stack([labels, labels, ~labels], 1)
+
+    together = ranking_sums(logits, targets, request, ("", "b/", "c/"))
+
+    for k, prefix in enumerate(("", "b/", "c/")):
+        alone = ranking_sums(logits[:, [k]], targets[:, [k]], request)
+        assert ranking_means(together, prefix) == {
+            prefix + name: value for name, value in ranking_means(alone).items()
+        }
+
+
 def test_metrics_equal_those_of_scikit_learn(untied_requests):
     scores, labels, request = untied_requests
 
-    metrics = ranking_means(ranking_sums(scores, labels, request))
+    metrics = ranking_means(ranking_sums(scores[:, None], labels[:, None], request))
 
     assert metrics["auc"] == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
     probability = torch.sigmoid(scores)
@@ -126,63 +142,30 @@ def test_metrics_equal_those_of_scikit_learn(untied_requests):
     assert metrics["calibration"] == pytest.approx(calibration)
 
 
-def draw_clicks(
-    deviation: float, count: int = 4000, offset: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw logits with this deviation, and labels that follow them weakly."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(count, generator=generator, dtype=torch.float64)
-    scores = noise * deviation + offset
-    chance = torch.sigmoid((scores - offset) / deviation)
-    return scores, torch.rand(count, generator=generator) < chance
-
-
-SCALES = [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)]
-
-
-@pytest.mark.parametrize(("deviation", "offset"), SCALES)
-def test_auc_is_exact_at_any_scale(deviation: float, offset: float):
-    scores, labels = draw_clicks(deviation, offset=offset)
-    auc = Histogram.from_logits(scores, labels).auc()
-    assert auc == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
-
-
-@pytest.mark.parametrize(("deviation", "offset"), SCALES)
-def test_the_error_of_a_merged_histogram_is_small(
-    monkeypatch: pytest.MonkeyPatch, deviation: float, offset: float
-):
-    scores, labels = draw_clicks(deviation, offset=offset)
-    monkeypatch.setattr(ranking_metrics, "MAX_EXACT_LOGITS", 256)
-
-    histogram = Histogram.from_logits(scores, labels)
-
-    assert len(histogram.merge().chunks[0].keys) <= 256
-    assert histogram.auc() == pytest.approx(roc_auc_score(labels, scores), abs=0.02)
-
-
 @pytest.mark.parametrize("sizes", [[1000] * 4, [1, 2999, 1000], [100] * 40])
-@pytest.mark.parametrize(("deviation", "offset"), SCALES)
-def test_a_merged_histogram_does_not_depend_on_batches_and_workers(
-    monkeypatch: pytest.MonkeyPatch,
-    deviation: float,
-    offset: float,
-    sizes: list[int],
-):
-    scores, labels = draw_clicks(deviation, offset=offset)
-    monkeypatch.setattr(ranking_metrics, "MAX_EXACT_LOGITS", 256)
-    expected = Histogram.from_logits(scores, labels).auc()
-    monkeypatch.setattr(ranking_metrics, "MAX_CHUNKS", 3)
+@pytest.mark.parametrize(
+    ("deviation", "offset"), [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)]
+)
+def test_auc_is_exact_at_any_scale_and_over_batches_and_workers(
+    monkeypatch: pytest.MonkeyPatch, deviation: float, offset: float, sizes: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(4000, generator=generator) * deviation + offset
+    chance = torch.sigmoid((scores - offset) / deviation)
+    labels = torch.rand(4000, generator=generator) < chance
+    monkeypatch.setattr(keyed_sums, "MAX_CHUNKS", 3)
 
     parts = [
-        Histogram.from_logits(*part)
+        Histogram.from_batch(*part, None)
         for part in zip(scores.split(sizes), labels.split(sizes), strict=True)
     ]
 
-    assert sum(parts).auc() == expected
-    assert sum(parts[::-1]).auc() == expected
+    auc = sum(parts).auc()
+    assert auc == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
+    assert sum(parts[::-1]).auc() == auc
     middle = len(parts) // 2
     from_other_worker = pickle.loads(pickle.dumps(sum(parts[:middle])))
-    assert (from_other_worker + sum(parts[middle:])).auc() == expected
+    assert (from_other_worker + sum(parts[middle:])).auc() == auc
 
 
 @pytest.mark.parametrize(
@@ -196,13 +179,14 @@ def test_a_merged_histogram_does_not_depend_on_batches_and_workers(
 def test_metrics_that_are_not_defined_are_nan_with_a_warning(labels, undefined):
     count = len(labels)
     scores, request = torch.rand(count), torch.arange(count)
-    sums = ranking_sums(scores, torch.tensor(labels, dtype=torch.bool), request)
+    both = torch.tensor(labels, dtype=torch.bool)
+    sums = ranking_sums(scores[:, None], both[:, None], request)
     with pytest.warns(UserWarning, match="no request|all labels|no candidates"):
         metrics = ranking_means(sums)
     assert all(math.isnan(metrics[name]) for name in undefined)
 
 
 def test_a_score_of_nan_is_rejected():
-    scores, labels = torch.tensor([math.nan]), torch.tensor([True])
+    scores, labels = torch.tensor([[math.nan]]), torch.tensor([[True]])
     with pytest.raises(UserError, match="finite"):
         ranking_sums(scores, labels, torch.tensor([0]))

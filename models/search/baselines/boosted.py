@@ -69,7 +69,7 @@ class Boosted(BoostedTrees, SearchModel):
 
     def __init__(self, config: BoostedConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
-        self.labels, self.masks = catalogue.labels[:1], [None]
+        self.labels = catalogue.labels[:1]
         index = {name: i for i, name in enumerate(catalogue.features)}
         category_names, number_names = catalogue.readable_features()
         categories = {c.name: c for c in catalogue.custom_features.categories}
@@ -160,9 +160,9 @@ class Boosted(BoostedTrees, SearchModel):
 
         columns, labels, sizes = concat_batches(train, read)
         val_columns, val_labels, val_sizes = concat_batches(val, read)
-        click, val_click = labels[:, 0].copy(), val_labels[:, 0].copy()
+        click, val_click = labels[:, :1], val_labels[:, :1]
         num_categories = len(self.split_categories)
-        pointwise = grow_trees(
+        (pointwise,) = grow_trees(
             columns, click, val_columns, val_click, self.config, num_categories
         )
         if pointwise is None:
@@ -176,11 +176,11 @@ class Boosted(BoostedTrees, SearchModel):
         val_used, val_used_sizes = select_ranked(val_grade, val_sizes)
         if not len(val_used_sizes):
             return
-        ranker = grow_trees(
+        (ranker,) = grow_trees(
             columns[used],
-            grade[used],
+            grade[used, None],
             val_columns[val_used],
-            val_grade[val_used],
+            val_grade[val_used, None],
             self.config,
             num_categories,
             (used_sizes, val_used_sizes),
@@ -190,14 +190,14 @@ class Boosted(BoostedTrees, SearchModel):
         request = torch.from_numpy(np.repeat(np.arange(len(val_sizes)), val_sizes))
         for booster in (pointwise, ranker):
             scores = predict_raw(booster, torch.from_numpy(val_columns))
-            auc, valid = request_auc(scores, torch.from_numpy(val_click), request)
+            auc, valid = request_auc(scores, torch.from_numpy(val_click[:, 0]), request)
             gaucs.append(float(auc[valid].mean()))
         print(f"val gauc: pointwise {gaucs[0]:.4f}, lambdarank {gaucs[1]:.4f}")
         if gaucs[1] > gaucs[0]:
             from sklearn.linear_model import LogisticRegression
 
             self.boosters = [ranker]
-            line = LogisticRegression().fit(scores[:, None].numpy(), val_click)
+            line = LogisticRegression().fit(scores[:, None].numpy(), val_click[:, 0])
             self.slope = max(float(line.coef_[0, 0]), 1e-3)
             self.intercept = float(line.intercept_[0])
 

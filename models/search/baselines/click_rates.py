@@ -61,7 +61,7 @@ class SearchBaseline(SearchModel):
 
     def __init__(self, config: BaselineConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
-        self.labels, self.masks = catalogue.labels[:1], [None]
+        self.labels = catalogue.labels[:1]
 
 
 class ClickRate(SearchBaseline):

@@ -20,7 +20,6 @@ class FixedModel:
     """A model with fixed logits (B, C, K) of candidates."""
 
     labels = LABELS
-    masks = (None,) * len(LABELS)
 
     def __init__(
         self, logits: torch.Tensor, train_rates: tuple[float, ...] = ()

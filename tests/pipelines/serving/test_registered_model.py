@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
 
 from core.schemas import Inputs, RunRef
 from jobs.compare import Config, run
@@ -31,10 +32,13 @@ from tests.fixtures.training_tables import write_tables
 RANK_IN_NEW_PROCESS = """
 import json, sys
 import mlflow, pandas
+import core
 uri, model = sys.argv[1:]
 mlflow.set_tracking_uri(uri)
 loaded = mlflow.pyfunc.load_model(model)
 ranked = loaded.predict(pandas.DataFrame({"history": json.loads(sys.stdin.read())}), params={"k": 5})
+import models
+assert core.OWN == models.OWN == "of the caller"
 print(json.dumps(ranked["item_id"].tolist()))
 """
 
@@ -112,6 +116,8 @@ def test_the_best_trial_of_a_sweep_ranks_the_same_in_a_new_process(
     names = [
         [f"item-{item:03d}" for item in row if item >= 0] for row in history.tolist()
     ]
+    for name in ("core", "models"):
+        (folder / f"{name}.py").write_text('OWN = "of the caller"')
     ranking = subprocess.run(
         [sys.executable, "-c", RANK_IN_NEW_PROCESS, uri, "models:/small/1"],
         input=json.dumps(names),
