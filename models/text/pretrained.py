@@ -119,13 +119,7 @@ def load_encoder(name: str) -> Any:
     from transformers import AutoModel
 
     model = load_pretrained(name, AutoModel)
-    return remove_pooler(
-        model.get_encoder() if model.config.is_encoder_decoder else model
-    )
-
-
-def remove_pooler(encoder: Any) -> Any:
-    """Remove the unused pooler, for whose gradients DDP would wait in training."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None
+        encoder.pooler = None  # for its unused gradients DDP would wait
     return encoder

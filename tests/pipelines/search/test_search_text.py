@@ -29,9 +29,8 @@ from transformers import (
 from core.errors import UserError
 from core.files import join
 from core.schemas import Inputs
-from core.tables import MANIFEST, Table, read_manifest
+from core.tables import Table, read_manifest
 from jobs import encode as job
-from models.search.catalogue import SearchCatalogue
 from models.text.pretrained import MINILM_PACKAGE, load_pretrained
 from models.text.text_encoder import TextEncoder
 from models.training import checkpoint
@@ -211,59 +210,31 @@ def test_every_pair_is_encoded_once_and_as_if_alone(
     assert manifest.inputs["sequences"] == sequences.hash
 
 
-def test_the_stored_tokens_of_documents_give_the_same_embeddings(
-    tables: str, bert: str, encoded: Encoded
-) -> None:
-    items, _ = read_texts(tables)
-    embeddings = to_vectors(encoded.read("items"))
-    encoder = TextEncoder(bert, "cls", 24, 1)
-    model = AutoModel.from_pretrained(bert).eval()
-
-    documents = SearchCatalogue.load(Inputs(tables, text=encoded.folder)).text.documents
-
-    assert documents is not None
-    assert (documents.begin.diff() <= 24).all()
-    for index in range(0, len(items), 7):
-        tokens = documents.tokens[documents.begin[index] : documents.begin[index + 1]]
-        expected = encoder.tokenizer(items[index], truncation=True, max_length=24)
-        assert tokens.tolist() == expected["input_ids"]
-        with torch.inference_mode():
-            pooled = model(input_ids=tokens[None].long()).last_hidden_state[0, 0]
-        np.testing.assert_allclose(embeddings[index], pooled / pooled.norm(), atol=1e-5)
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec(MINILM_PACKAGE) is None,
     reason="the extra 'encoder' is not installed",
 )
-def test_towers_start_at_a_published_encoder(tables: str, tmp_path: Path) -> None:
+def test_the_user_tower_starts_at_a_published_encoder(
+    tables: str, tmp_path: Path
+) -> None:
     text = str(tmp_path / "text")
     config = TextConfig(max_tokens=24, pooling="mean")
     encode_log(EncodeConfig(tables, text, "minilm", embed=config), say=str)
-    towers = {"pretrained": "minilm", "item_tower": "minilm"}
     run = build_training(
-        {"name": "hllm", **towers}, FitConfig(batch_size=4), Inputs(tables, text=text)
+        {"name": "hllm", "pretrained": "minilm"},
+        FitConfig(batch_size=4),
+        Inputs(tables, text=text),
     )
     model: Any = run.model.eval()
-    embeddings = to_vectors(read_table(join(text, "items")))
-
-    with torch.no_grad():
-        documents = model.item_tower(torch.arange(len(embeddings)))
-
-    np.testing.assert_allclose(documents, embeddings, atol=1e-5)
     layers = load_pretrained("minilm", AutoModel).encoder.state_dict()
     user_tower = model.encoder.bert.encoder.state_dict()
     assert all(torch.equal(user_tower[name], layers[name]) for name in layers)
     model.train()(next(iter(first_epoch(run))))["loss"].backward()
-    trained = [
-        *model.encoder.bert.encoder.layer,
-        *model.item_tower.encoder.encoder.layer,
-    ]
-    for layer in trained:
+    for layer in model.encoder.bert.encoder.layer:
         assert layer.output.dense.weight.grad.abs().sum() > 0
 
 
-def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
+def test_tfidf_replaces_the_embeddings(
     tables: str, encoded: Encoded, tmp_path: Path
 ) -> None:
     output = str(shutil.copytree(encoded.folder, tmp_path / "text"))
@@ -278,8 +249,7 @@ def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
         )
     )
 
-    assert not (tmp_path / "text" / "tokens" / MANIFEST).exists()
-    assert SearchCatalogue.load(Inputs(tables, text=output)).text.documents is None
+    assert to_vectors(read_table(join(output, "items"))).shape[1] == 12
 
 
 def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from mlflow.exceptions import MlflowException
 
 from core.schemas import Inputs, RunRef
 from jobs.compare import Config, run

@@ -93,7 +93,7 @@ class SearchBuilder(SequenceBuilder):
         "requests_outside",
         "candidates_outside",
     )
-    text_tables = ("items", "queries", "pairs", "tokens")
+    text_tables = ("items", "queries", "pairs")
     first_model = "qgs"
     simulated_source = "simulated_search"
 
