@@ -135,21 +135,18 @@ def name_class(options: Any) -> Any:
     return options
 
 
-ModelSection = Annotated[
-    Any,
-    BeforeValidator(
-        lambda value, info: build_config("model", name_class(value), info.context)
-    ),
-]
-"""Type of the config of a model, which its `name` chooses."""
+def _build_section(what: str) -> BeforeValidator:
+    """Return the validator of a config, which its `name` chooses."""
+    return BeforeValidator(
+        lambda value, info: build_config(what, name_class(value), info.context)
+    )
 
-TokenizerSection = Annotated[
-    Any,
-    BeforeValidator(
-        lambda value, info: build_config("tokenizer", name_class(value), info.context)
-    ),
-]
-"""Type of the config of a tokenizer, which its `name` chooses."""
+
+ModelSection = Annotated[Any, _build_section("model")]
+"""Type of the config of a model."""
+
+TokenizerSection = Annotated[Any, _build_section("tokenizer")]
+"""Type of the config of a tokenizer."""
 
 
 def find_baselines(kind: str) -> list[str]:

@@ -97,8 +97,9 @@ class TrainedModel:
 
     def answer(self, request: dict[str, Any], **options: Any) -> pl.DataFrame:
         """Return the answer to a served request as a frame."""
-        body = {"dataframe_records": [request], "params": options}
-        answer = self.served.answer(validate(self.served.body_class, body))[0]
+        content = {"dataframe_records": [request], "params": options}
+        body = validate(self.served.body_class, content)
+        (answer,) = self.served.answer(body.dataframe_records, body.params)
         if answer.get("fallback"):
             warnings.warn(
                 "no item of the history is in the catalogue; the answer has the most "

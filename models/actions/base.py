@@ -81,7 +81,6 @@ class ActionsConfig(LabelOptions):
     in training, so that the embedding of unknown values is trained."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads "

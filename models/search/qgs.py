@@ -91,7 +91,6 @@ class QGSConfig(RankerConfig):
     the candidate's document (not part of the paper); requires `next_item: document`."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.encoder != "linear_hstu" and self.width % self.num_heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of num_heads {self.num_heads}"

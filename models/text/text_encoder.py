@@ -198,16 +198,10 @@ class TextEncoder:
             seconds: Second texts. Each pair is one input, and the longer text of a pair
                 is truncated first.
         """
-        if seconds is None:
-            vectors = self.model.encode(
-                texts, batch_size=self.batch_size, show_progress_bar=False
-            )
-        else:
-            batches = []
-            for start in range(0, len(texts), self.batch_size):
-                rows = slice(start, start + self.batch_size)
-                batches.append(self._encode_pairs(texts[rows], seconds[rows]))
-            vectors = np.concatenate(batches)
+        inputs = texts if seconds is None else list(zip(texts, seconds, strict=True))
+        vectors = self.model.encode(
+            inputs, batch_size=self.batch_size, show_progress_bar=False
+        )
         vectors = vectors.astype(np.float32, copy=False)
         is_valid = np.abs(vectors) <= LARGEST_NUMBER
         if not is_valid.all():
@@ -216,22 +210,6 @@ class TextEncoder:
                 f"are not finite or over {LARGEST_NUMBER:g}"
             )
         return vectors
-
-    def _encode_pairs(self, texts: list[str], seconds: list[str]) -> Floats:
-        """Return the embeddings of at most `batch_size` pairs."""
-        import torch
-
-        batch = self.tokenizer(
-            texts,
-            seconds,
-            padding=True,
-            truncation=True,
-            max_length=self.max_tokens,
-            return_tensors="pt",
-        ).to(self.model.device)
-        with torch.inference_mode():
-            output = self.model(dict(batch))
-        return output["sentence_embedding"].float().cpu().numpy()
 
     def save(self, folder: str | Path) -> None:
         """Save the weights, the tokenizer and the settings to a folder."""

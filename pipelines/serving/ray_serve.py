@@ -27,7 +27,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -82,20 +81,6 @@ class Options(BaseModel, extra="forbid"):
     """Largest number of requests that are ranked together."""
     batch_wait_timeout_s: float = Field(default=0.002, ge=0)
     """Seconds that a request waits for others to be ranked with."""
-
-
-@dataclass
-class ParsedRequest:
-    """A request, and the version of the model that has parsed it."""
-
-    served: Any
-    """The model, a `ServedModel`."""
-    body: Any
-    """Rows and params, of the model's `body_class`."""
-
-    def batch_key(self) -> Hashable:
-        """Return a key that is equal for requests that one model call can answer."""
-        return id(self.served), self.body.params.model_dump_json()
 
 
 def resolve_version(model: str) -> str:
@@ -215,7 +200,7 @@ class Replica:
         data = await read_body(request)
         try:
             body = served.read_body(data, request.headers.get("content-type"))
-            answer = await self.answer_batched(ParsedRequest(served, body))
+            answer = await self.answer_batched((served, body))
             if isinstance(answer, Exception):
                 raise answer
         except MlflowException as error:
@@ -228,52 +213,48 @@ class Replica:
 
     @serve.batch
     async def answer_batched(
-        self, requests: list[ParsedRequest]
+        self, requests: list[tuple[Any, Any]]
     ) -> list[str | Exception]:
         """Answer a batch of requests in a thread, while other requests are parsed.
+
+        Args:
+            requests: The `ServedModel` that has parsed each request, and its body.
 
         Returns:
             The JSON body or the error of each request.
         """
         return await asyncio.to_thread(self.answer, requests)
 
-    def answer(self, requests: list[ParsedRequest]) -> list[str | Exception]:
-        """Answer requests with one model call per batch key.
-
-        Returns:
-            The JSON body or the error of each request.
-        """
+    def answer(self, requests: list[tuple[Any, Any]]) -> list[str | Exception]:
+        """Answer requests with one call per model and params."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            groups[request.batch_key()].append(index)
+        for index, (served, body) in enumerate(requests):
+            groups[id(served), body.params.model_dump_json()].append(index)
         answers: dict[int, str | Exception] = {}
         for indices in groups.values():
-            group = [requests[index] for index in indices]
-            answers |= zip(indices, self.answer_group(group), strict=True)
+            served = requests[indices[0]][0]
+            bodies = [requests[index][1] for index in indices]
+            answers |= zip(indices, answer_together(served, bodies), strict=True)
         return [answers[index] for index in range(len(requests))]
 
-    def answer_group(self, requests: list[ParsedRequest]) -> list[str | Exception]:
-        """Answer requests that have the same batch key with one model call.
 
-        If the call fails, the model is called for each request separately, so that one
-        request does not make the others fail.
-        """
-        served = requests[0].served
-        rows = [request.body.dataframe_records for request in requests]
-        body = requests[0].body.model_copy(
-            update={"dataframe_records": list(chain.from_iterable(rows))}
-        )
-        try:
-            answers = served.answer(body)
-        except Exception as error:
-            if len(rows) == 1:
-                return [error]
-            return [self.answer_group([request])[0] for request in requests]
-        ends = accumulate(map(len, rows), initial=0)
-        return [
-            json.dumps({"predictions": answers[begin:end]})
-            for begin, end in pairwise(ends)
-        ]
+def answer_together(served: Any, bodies: list[Any]) -> list[str | Exception]:
+    """Answer requests that have the same params with one call of the model.
+
+    If the call fails, the model is called for each request separately, so that one
+    request does not make the others fail.
+    """
+    rows = [body.dataframe_records for body in bodies]
+    try:
+        answers = served.answer(list(chain.from_iterable(rows)), bodies[0].params)
+    except Exception as error:
+        if len(rows) == 1:
+            return [error]
+        return [answer_together(served, [body])[0] for body in bodies]
+    ends = accumulate(map(len, rows), initial=0)
+    return [
+        json.dumps({"predictions": answers[begin:end]}) for begin, end in pairwise(ends)
+    ]
 
 
 def build(options: Options) -> serve.Application:

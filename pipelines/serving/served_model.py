@@ -167,8 +167,9 @@ class ServedModel(PythonModel):
         rows: Any = model_input
         if isinstance(model_input, pd.DataFrame):  # a missing value is NaN
             rows = [row.dropna().to_dict() for _, row in model_input.iterrows()]
-        body = {"dataframe_records": rows, "params": params or {}}
-        answers = self.answer(validate(self.body_class, body))
+        content = {"dataframe_records": rows, "params": params or {}}
+        body = validate(self.body_class, content)
+        answers = self.answer(body.dataframe_records, body.params)
         return pd.DataFrame(answers or {name: [] for name in ANSWER_FIELDS})
 
     def read_body(self, data: bytes | bytearray, content_type: str | None) -> Any:
@@ -186,7 +187,7 @@ class ServedModel(PythonModel):
             )
         return validate(self.body_class, data)
 
-    def answer(self, body: Any) -> list[Answer]:
+    def answer(self, requests: Sequence[Any], options: Any) -> list[Answer]:
         """Return the answer to each request: lists `item_id` and `score`, best first.
 
         Raises:
@@ -194,7 +195,7 @@ class ServedModel(PythonModel):
         """
         rank = self.rank_catalogue if self.ranks_catalogue else self.rank_candidates
         try:
-            return rank(body.dataframe_records, body.params)
+            return rank(requests, options)
         except UserError as error:
             raise RefusedRequest(str(error)) from error
 
