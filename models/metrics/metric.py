@@ -71,7 +71,10 @@ class RequestMetric(Metric):
     """Whether a training prints the metric of its best epoch."""
 
     def values(self, ranking: Ranking, k: int) -> Tensor:
-        """Return the metric (B,) of the first `k` items of each request."""
+        """Return the metric (B,) of the first `k` items of each request.
+
+        NaN leaves a request out of the mean.
+        """
         raise NotImplementedError
 
 

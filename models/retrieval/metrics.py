@@ -30,6 +30,9 @@ from models.retrieval.data import RequestBatch
 EXAMPLES = "examples"
 """Name of the number of examples."""
 
+LEFT_OUT = " left out"
+"""End of the name of a metric's number of requests without a value."""
+
 LIMIT = "recall_limit"
 """Name of the mean share of a basket's targets that K items can hold."""
 
@@ -132,11 +135,14 @@ def measure_ranking(
         for k in CUTOFFS:
             name = f"{metric.name}@{k}"
             for prefix, counted in requests.items():
-                values = metric.values(rankings[prefix], k)
-                sums[prefix + name] = float(values[counted].sum())
+                values = metric.values(rankings[prefix], k)[counted]
+                sums[prefix + name] = float(values.nansum())
+                if values.isnan().any():
+                    num_left_out = float(values.isnan().sum())
+                    sums[prefix + name + LEFT_OUT] = num_left_out
                 if by_user and k == TOP and prefix in metric.by_user:
                     sums[PER_USER_PREFIX + prefix + name] = PerUserValues.from_batch(
-                        batch.user_row[counted], values[counted], by_user
+                        batch.user_row[counted], values, by_user
                     )
     return sums
 
@@ -154,8 +160,9 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     for name, value in sums.items():
         prefix = name[: name.rfind("/") + 1]
         count = float(sums[prefix + EXAMPLES])
-        if prefix == NEW_PREFIX and not count:
+        if name.endswith(LEFT_OUT) or (prefix == NEW_PREFIX and not count):
             continue
+        count -= float(sums.get(name + LEFT_OUT, 0))
         if name == prefix + EXAMPLES:
             averages[name] = count
         else:

@@ -12,7 +12,8 @@ from sklearn.metrics import ndcg_score
 from torch import Tensor
 
 from models.evaluation import add_sums
-from models.metrics.metric import CUTOFFS, RequestMetric, find_metrics
+from models.metrics.metric import CUTOFFS, Ranking, RequestMetric, find_metrics
+from models.metrics.ranked.accuracy import Recall
 from models.retrieval.data import RequestBatch
 from models.retrieval.metrics import (
     count_shown,
@@ -160,3 +161,31 @@ def test_exposure_equals_a_count_of_shown_items_and_pairs():
             "novelty@10": math.log2(40),
         }
     )
+
+
+def test_a_request_without_a_value_is_left_out_of_the_mean(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ranked = draw_rankings(30, seed=4)
+    target = torch.arange(30)
+    repeats = torch.zeros(30, dtype=torch.bool)
+
+    def measure_even_ranks(self: Recall, ranking: Ranking, k: int) -> Tensor:
+        return (ranking.rank < k).double().where(ranking.rank % 2 == 0, math.nan)
+
+    monkeypatch.setattr(Recall, "values", measure_even_ranks)
+    parts = []
+    for rows in (slice(0, 1), slice(1, 30)):
+        users = torch.arange(30)[rows]
+        values = {"target": target[rows], "repeats": repeats[rows], "user_row": users}
+        batch = fill_batch(RequestBatch, {}, **values)
+        parts.append(measure_ranking(ranked[rows], batch, by_user=1))
+    total = add_sums(parts)
+
+    rank = rank_targets(ranked, target[:, None]).rank
+    even = rank[rank % 2 == 0]
+    assert means(total)["recall@10"] == pytest.approx(
+        float((even < 10).double().mean())
+    )
+    users, _, _ = total["by_user/recall@10"].merge()
+    assert users.tolist() == target[rank % 2 == 0].tolist()
