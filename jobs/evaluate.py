@@ -93,11 +93,8 @@ def write_inference(config: EvaluateConfig) -> None:
         if info.below_k:
             items = "the allowed set" if config.allowed else "the catalogue"
             reason = f"{items} has no more"
-            if "beam" in registry.find(info.model).recommend_options():
-                reason = (
-                    f"{items} or the beam search has no more; a larger --beam than the "
-                    f"model's finds more"
-                )
+            if hasattr(registry.find(info.model).options_class, "beam"):
+                reason += ", or the beam search has none; a larger --beam finds more"
             print(f"note: {info.below_k:,} of them have fewer than {k} items, {reason}")
     print(f"  table       {config.batch_inference}: {', '.join(names)}; {order}")
 

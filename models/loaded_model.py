@@ -16,7 +16,7 @@ import torch
 
 from core.errors import UserError
 from core.schemas import Inputs
-from core.tables import Table, table_hashes
+from core.tables import Table
 from models import own_code, registry
 from models.model import Model
 from models.training import checkpoint
@@ -129,22 +129,3 @@ def read_versions(name: str, inputs: Inputs) -> dict[str, Table[Any]]:
     versions = inputs.versions(model_class.catalogue_class.tables)
     check_kind(name, versions)
     return versions
-
-
-def check_hashes(
-    versions: Mapping[str, Table[Any]], checked: Mapping[str, str]
-) -> None:
-    """Check that the tables of a model were not replaced since an earlier check.
-
-    Args:
-        versions: The tables, by name.
-        checked: Hash of each table at the earlier check, by name.
-    """
-    current = table_hashes(versions)
-    for table, expected in checked.items():
-        if current.get(table) != expected:
-            raise UserError(
-                f"the table '{table}' was replaced since this job checked it: "
-                f"{expected[:12]} was checked, {str(current.get(table))[:12]} is there "
-                "now"
-            )

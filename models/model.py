@@ -15,7 +15,7 @@ attributes of a model's class, never its name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
@@ -124,11 +124,6 @@ class Model(nn.Module):
         training, and is idempotent.
         """
         return config
-
-    @classmethod
-    def recommend_options(cls) -> list[str]:
-        """Return the names of the options of `recommend`."""
-        return [f.name for f in fields(cls.options_class)] if cls.options_class else []
 
     @classmethod
     def reason_not_served(cls) -> str:

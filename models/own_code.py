@@ -33,9 +33,9 @@ IMPORT = re.compile(r"^(\s*(?:from|import) )(core|models)(?=\.\w| import)", re.M
 """An import of `core` or `models`."""
 
 
-def move_imports(source: str, package: str) -> str:
-    """Return a source that imports `core` and `models` from another package."""
-    return IMPORT.sub(rf"\1{package}.\2", source)
+def move_imports(source: str, prefix: str) -> str:
+    """Return a source that imports `core` and `models` from a package, `prefix`."""
+    return IMPORT.sub(rf"\1{prefix}\2", source)
 
 
 def run_file(name: str) -> str:
@@ -55,8 +55,7 @@ def _run(file: str, source: str) -> str:
     if key not in SOURCES:
         module = ModuleType(f"own_code_{digest}")
         sys.modules[module.__name__] = module
-        package, _, name = __name__.partition(".models.")
-        code = move_imports(source, package) if name else source
+        code = move_imports(source, __name__.removesuffix("models.own_code"))
         exec(compile(code, file, "exec"), vars(module))
         SOURCES[key] = source
     return key

@@ -40,6 +40,9 @@ from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
 
+RequestColumns = tuple[dict[str, Any], dict[str, Any]]
+"""Columns of requests, and fields of the selection (`Requests.to_columns`)."""
+
 MAX_ROWS = 10_000
 """Largest number of requests of a call."""
 
@@ -244,9 +247,7 @@ class Requests:
         known = [self.find_known(request, request.candidates) for request in requests]
         return Entries(requests, "history_", past), Entries(requests, "", known)
 
-    def to_columns(
-        self, requests: Sequence[Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def to_columns(self, requests: Sequence[Any]) -> RequestColumns:
         """Return the columns of requests, as the kind decodes those of users.
 
         Items outside the catalogue are left out.

@@ -23,7 +23,7 @@ from models.loaded_model import LoadedModel
 from pipelines import tracking
 from pipelines.evaluation.nearest import find_nearest
 from pipelines.serving.package import write_encoder
-from pipelines.serving.served_model import ServedModel, validate
+from pipelines.serving.served_model import ServedModel
 from pipelines.training.record import find_checkpoint, read_record
 
 RUN_ID = re.compile("[0-9a-f]{32}")
@@ -44,7 +44,6 @@ class TrainedModel:
         self, uri: str, inputs: Inputs, device: str, trust_code: bool = False
     ) -> None:
         self.loaded = LoadedModel.load(uri, inputs, device, trust_code)
-        self.loaded.model.check_served()
         self.model, self.served = self.loaded.model, ServedModel()
         settings = self.model.requests_class.settings_class(device=device)
         with TemporaryDirectory() as folder:
@@ -97,9 +96,7 @@ class TrainedModel:
 
     def answer(self, request: dict[str, Any], **options: Any) -> pl.DataFrame:
         """Return the answer to a served request as a frame."""
-        content = {"dataframe_records": [request], "params": options}
-        body = validate(self.served.body_class, content)
-        (answer,) = self.served.answer(body.dataframe_records, body.params)
+        (answer,) = self.served.answer_rows([request], options)
         if answer.get("fallback"):
             warnings.warn(
                 "no item of the history is in the catalogue; the answer has the most "

@@ -58,6 +58,7 @@ from models.dataset.dataset import Examples, Kind, Selection
 from models.requests import (
     CandidateRequest,
     ItemId,
+    RequestColumns,
     Requests,
     Settings,
     Text,
@@ -415,9 +416,7 @@ class ActionsRequests(Requests):
             past = [i for i in past if times[i] < request.timestamp_ms]
         return past[-self.max_history :]
 
-    def to_columns(
-        self, requests: Sequence[Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def to_columns(self, requests: Sequence[Any]) -> RequestColumns:
         """Return the columns of requests: behaviours, then candidates to score."""
         info: ActionsInfo = self.info
         past, shown = self.split_entries(requests)

@@ -137,9 +137,7 @@ def measure_ranking(
             for prefix, counted in requests.items():
                 values = metric.values(rankings[prefix], k)[counted]
                 sums[prefix + name] = float(values.nansum())
-                if values.isnan().any():
-                    num_left_out = float(values.isnan().sum())
-                    sums[prefix + name + LEFT_OUT] = num_left_out
+                sums[prefix + name + LEFT_OUT] = float(values.isnan().sum())
                 if by_user and k == TOP and prefix in metric.by_user:
                     sums[PER_USER_PREFIX + prefix + name] = PerUserValues.from_batch(
                         batch.user_row[counted], values, by_user
@@ -176,16 +174,13 @@ def summary(metrics: dict[str, float]) -> list[str]:
     printed = [metric for metric in find_metrics(RequestMetric) if metric.is_printed]
     width = max(8, *(len(metric.name) for metric in printed))
     lines = [f"  {'K':<{width}}" + "".join(f"{k:>9}" for k in CUTOFFS)]
-    for metric in printed:
-        values = [format_metric(metrics[f"{metric.name}@{k}"]) for k in CUTOFFS]
-        cells = "".join(f"{value:>9}" for value in values)
-        lines.append(f"  {metric.name:<{width}}{cells}")
+    rows = [(metric.name, metric.name, "") for metric in printed]
     if f"{LIMIT}@{TOP}" in metrics:
-        values = [format_metric(metrics[f"{LIMIT}@{k}"]) for k in CUTOFFS]
+        rows.append(("fits", LIMIT, "  share of a basket that fits into K items"))
+    for label, name, note in rows:
+        values = [format_metric(metrics[f"{name}@{k}"]) for k in CUTOFFS]
         cells = "".join(f"{value:>9}" for value in values)
-        lines.append(
-            f"  {'fits':<{width}}{cells}  share of a basket that fits into K items"
-        )
+        lines.append(f"  {label:<{width}}{cells}{note}")
     exposures = [
         f"{metric.label} {format_metric(metrics[f'{metric.name}@{TOP}'])}"
         for metric in find_metrics(CatalogueMetric)

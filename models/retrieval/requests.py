@@ -63,7 +63,7 @@ from models.dataset.dataset import (
     Selection,
     request_number,
 )
-from models.requests import Ids, Requests, ServedRequest
+from models.requests import Ids, RequestColumns, Requests, ServedRequest
 from models.retrieval.data import InteractionBatch, RequestBatch, WindowBatch
 
 MAX_K = 10_000
@@ -325,15 +325,13 @@ class RetrievalRequests(Requests):
         """Return the `item_index` of ids, without ids outside the catalogue."""
         return [self.index[item] for item in ids if item in self.index]
 
-    def to_columns(
-        self, requests: Sequence[RetrievalRequest]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def to_columns(self, requests: Sequence[Any]) -> RequestColumns:
         """Return the columns of requests."""
         items = [self.find_items(request.history) for request in requests]
-        users = pa.array([request.user_id for request in requests], pa.string())
+        users = [request.user_id for request in requests]
         columns = {
-            "behaviours_per_user": [len(history) for history in items],
-            "user_hash": hash_strings(users),
+            "behaviours_per_user": list(map(len, items)),
+            "user_hash": hash_strings(pa.array(users, pa.string())),
             "item": list(chain.from_iterable(items)),
         }
         return columns, {}

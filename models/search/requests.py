@@ -69,6 +69,7 @@ from models.requests import (
     CandidateRequest,
     Entries,
     Floats,
+    RequestColumns,
     Requests,
     Settings,
     Text,
@@ -495,9 +496,7 @@ class SearchRequests(Requests):
         names = {"labels": info.labels, "features": info.features}
         return super().list_names(info) | names
 
-    def to_columns(
-        self, requests: Sequence[Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def to_columns(self, requests: Sequence[Any]) -> RequestColumns:
         """Return the columns of requests, and the text, which numbers their queries."""
         info: SearchInfo = self.info
         past, shown = self.split_entries(requests)

@@ -166,14 +166,14 @@ def write_code(folder: Path) -> Path:
     path = folder / "code" / ARCHIVE
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         served = Path(__file__).with_name("served_model.py")
-        source = own_code.move_imports(served.read_text(), PACKAGE)
+        source = own_code.move_imports(served.read_text(), f"{PACKAGE}.")
         archive.writestr(f"{PACKAGE}/__init__.py", "")
         archive.writestr(f"{PACKAGE}/{served.name}", source)
         for package in (core, models):
             root = Path(package.__path__[0])
             for file in sorted(root.rglob("*.*")):
                 if file.suffix in (".py", ".cpp"):
-                    source = own_code.move_imports(file.read_text(), PACKAGE)
+                    source = own_code.move_imports(file.read_text(), f"{PACKAGE}.")
                     name = f"{PACKAGE}/{file.relative_to(root.parent)}"
                     archive.writestr(name, source)
     loader = folder / "load_model.py"

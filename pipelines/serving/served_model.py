@@ -132,6 +132,7 @@ class ServedModel(PythonModel):
     def use_model(self, loaded: LoadedModel, folder: str, settings: Any) -> None:
         """Answer with a model on its catalogue; `folder` may have a text encoder."""
         model, catalogue = loaded.model, loaded.catalogue
+        model.check_served()
         self.device = settings.device
         self.model = model.to(self.device)
         self.requests = model.requests_class(folder, model, catalogue, settings)
@@ -167,10 +168,13 @@ class ServedModel(PythonModel):
         rows: Any = model_input
         if isinstance(model_input, pd.DataFrame):  # a missing value is NaN
             rows = [row.dropna().to_dict() for _, row in model_input.iterrows()]
-        content = {"dataframe_records": rows, "params": params or {}}
-        body = validate(self.body_class, content)
-        answers = self.answer(body.dataframe_records, body.params)
+        answers = self.answer_rows(rows, params or {})
         return pd.DataFrame(answers or {name: [] for name in ANSWER_FIELDS})
+
+    def answer_rows(self, rows: Any, params: dict[str, Any]) -> list[Answer]:
+        """Return the answer to each row, after rows and params are checked."""
+        body = validate(self.body_class, {"dataframe_records": rows, "params": params})
+        return self.answer(body.dataframe_records, body.params)
 
     def read_body(self, data: bytes | bytearray, content_type: str | None) -> Any:
         """Return the `body_class` of the JSON of an HTTP request.

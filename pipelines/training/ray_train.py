@@ -1,6 +1,6 @@
 """Train with the workers of Ray Train, which starts lost ones again.
 
-run_workers(config, hashes, run, use_gpu, print)
+run_workers(config, run, use_gpu, print)
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ class RayBackend:
 
 def run_workers(
     config: TrainConfig,
-    hashes: dict[str, str],
     run: RunRef,
     use_gpu: bool,
     say: Callable[[str], None],
@@ -127,7 +126,6 @@ def run_workers(
 
     Args:
         config: Options of the training, resolved.
-        hashes: Hashes of the tables.
         run: The MLflow run.
         use_gpu: Whether each worker has a GPU.
         say: Called with lines of progress.
@@ -147,7 +145,7 @@ def run_workers(
     with print_lines(say) as lines:
         watches = os.environ[WATCH_PREEMPTION] != "0"
         trainer = TorchTrainer(
-            partial(run_worker, config, hashes, run, lines, watches),  # type: ignore[arg-type]
+            partial(run_worker, config, run, lines, watches),  # type: ignore[arg-type]
             torch_config=TorchConfig(
                 "nccl" if use_gpu else "gloo",
                 timeout_s=round(options.hang_minutes * 60),
@@ -185,7 +183,6 @@ def run_workers(
 
 def run_worker(
     config: TrainConfig,
-    hashes: dict[str, str],
     run: RunRef,
     lines: Queue,
     watches: bool,
@@ -194,7 +191,6 @@ def run_worker(
 
     Args:
         config: Options of the training, resolved.
-        hashes: Hashes of the tables.
         run: The MLflow run.
         lines: Queue of lines that the driver prints.
         watches: Whether nodes may be preempted.
@@ -204,7 +200,7 @@ def run_worker(
     """
     try:
         backend = RayBackend(config.folder, lines, watches)
-        train_worker(config, hashes, run, backend)
+        train_worker(config, run, backend)
     except UserError as error:
         return error
     except Exception as error:

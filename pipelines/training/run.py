@@ -160,11 +160,11 @@ def run_training(
             if in_process:
                 device = torch.device("cuda" if use_gpu else "cpu")
                 backend = LocalBackend(folder, device, say, trial.on_checkpoint)
-                train_worker(config, hashes, record.run, backend)
+                train_worker(config, record.run, backend)
                 if STOP_REQUEST.requested:
                     raise KeyboardInterrupt
             else:
-                run_workers(config, hashes, record.run, use_gpu, say, trial.callbacks)
+                run_workers(config, record.run, use_gpu, say, trial.callbacks)
             last = checkpoint.last(folder)
             if last is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")

@@ -12,7 +12,6 @@ import torch
 
 from core.errors import pluralize
 from core.schemas import RunRef
-from models.loaded_model import check_hashes
 from models.metrics.ranking_metrics import format_metric
 from models.training.checkpoint import Checkpoint
 from models.training.loop import best_fields, describe, drop_undefined, fit
@@ -23,9 +22,7 @@ from pipelines.training.config import TrainConfig
 from pipelines.training.stop import STOP_REQUEST
 
 
-def train_worker(
-    config: TrainConfig, hashes: dict[str, str], mlflow_run: RunRef, backend: Backend
-) -> None:
+def train_worker(config: TrainConfig, mlflow_run: RunRef, backend: Backend) -> None:
     """Train from the run's last checkpoint to the end, or until a stop is requested.
 
     Rank 0 logs to MLflow and saves. A checkpoint contains the points of the curves that
@@ -33,7 +30,6 @@ def train_worker(
 
     Args:
         config: Options of the training, resolved.
-        hashes: Hashes of the tables that the driver checked.
         mlflow_run: The MLflow run.
         backend: Keeps checkpoints, and knows the other workers.
     """
@@ -49,7 +45,6 @@ def train_worker(
         last=last,
         init=config.init,
     )
-    check_hashes(run.catalogue.versions, hashes)
     run.should_stop = backend.should_stop
     state = run.resume(config.folder, last) if last else None
     with ExitStack() as stack:
