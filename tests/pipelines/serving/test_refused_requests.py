@@ -13,9 +13,9 @@ import mlflow
 import pandas as pd
 import pytest
 from fastapi.testclient import TestClient
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
 
-from core.errors import UserError
 from pipelines.serving import package
 from pipelines.serving.ray_serve import Replica
 from pipelines.serving.registered_model import register
@@ -240,5 +240,5 @@ def test_an_unknown_setting_of_a_server_is_refused(
     inner = served["qgs"].unwrap_python_model()
     context = served["qgs"]._model_impl.context
     monkeypatch.setenv("SERVING_MODEL_CONFIG", '{"count": "tables/counts"}')
-    with pytest.raises(UserError, match="count is 'tables/counts'"):
+    with pytest.raises(MlflowException, match="count is 'tables/counts'"):
         type(inner)().load_context(context)
