@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def build_case(case: str) -> Any:
 
 def option_names(case: str) -> set[str]:
     """Return the names of the options of a case's `recommend`."""
-    return set(build_case(case).recommend_options())
+    return {field.name for field in fields(build_case(case).options_class)}
 
 
 def beam_options(case: str, beam: int) -> dict[str, int]:
