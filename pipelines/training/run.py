@@ -28,7 +28,7 @@ from core.options import path_fields
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import find_table, open_table
 from models import own_code, registry
-from models.label_loss import LabelOptions, resolve_masks, resolve_weights
+from models.label_loss import LabelOptions, resolve_weights
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import describe_chance_level, format_metric
 from models.text.pretrained import resolve_encoder_path
@@ -478,7 +478,6 @@ def resolve_training(
     check_fit(config.fit, model_class, catalogue)
     if isinstance(model, LabelOptions):
         resolve_weights(catalogue.labels, model.label_weights)
-        resolve_masks(catalogue.labels, model.label_masks)
     for workers in range(ray.fewest_workers, ray.num_workers + 1):
         if config.fit.batch_size % workers:
             raise UserError(
