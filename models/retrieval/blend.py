@@ -1,12 +1,13 @@
-"""Blend: the weighted sum of the ranks of two trained models.
+"""Blend: the weighted sum of the scores of two trained models.
 
-    score_i = (1 - weight) / (60 + rank_i of the first model)
-              + weight / (60 + rank_i of the second model)
+    score_i = s1_i + weight * s2_i
 
-Ranks count from 1, and an item that is not among the `depth` first of a model adds 0
-for it. This is reciprocal rank fusion (Cormack et al., SIGIR 2009) with a weight, which
-is chosen on validation. With `allowed` and `unseen`, the ranks are those among the
-items that may be recommended.
+s1 and s2 are the scores of the models' rankings. Log-probabilities and logits differ by
+a number per request, which changes no ranking. The scores of a model without training
+count from 0: below are items that it ranks by popularity alone. An item that is not
+among the `depth` first of a model gets the lowest score that the model ranked for the
+request. The weight is chosen on validation. With `allowed` and `unseen`, the rankings
+are those of the items that may be recommended.
 
 Shapes: `B` requests, `N` items.
 """
@@ -19,12 +20,12 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from core.errors import UserError
-from core.options import STRICT, Fraction, NamedConfig
+from core.options import STRICT, NamedConfig
 from models import registry
 from models.loaded_model import build_model
 from models.retrieval import metrics
@@ -37,15 +38,15 @@ from models.training import checkpoint
 
 @dataclass(config=STRICT)
 class BlendConfig(NamedConfig):
-    """Blend: two trained models whose ranks are added."""
+    """Blend: two trained models whose scores are added."""
 
     first: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of a trained model, or folder of its finished run; used in training
     only."""
     second: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of the other model."""
-    weight: Values[Fraction] = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
-    """Weight of the second model; of several values, validation chooses."""
+    weight: Values[NonNegativeFloat] = (0.0, *(2.0**n for n in range(-6, 9)))
+    """Weight of the second model's scores; of several values, validation chooses."""
     depth: PositiveInt = 100
     """Number of items that each model ranks."""
     models: tuple[dict[str, Any], ...] = ()
@@ -142,32 +143,41 @@ class Blend(RetrievalModel):
     def recommend(
         self, batch: HistoryBatch, k: int, allowed: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Rank the items of both models by the weighted sum of their ranks."""
+        """Rank the items of both models by the weighted sum of their scores."""
         return self.fuse(self.rank(batch, k, allowed, **options), k)
 
     @torch.no_grad()
     def rank(
         self, batch: HistoryBatch, k: int, allowed: Tensor | None = None, **options: Any
-    ) -> list[Tensor]:
-        """Return the first items of each model, -1 at padding, to blend k of them."""
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return each model's first items and scores, -1 and -inf at padding."""
         depth = max(k, self.config.depth)
         rankings = []
         for model in self.models:
             encoded = None if allowed is None else model.encode_allowed(allowed)
-            items, _ = model.recommend(batch, depth, allowed=encoded, **options)
-            rankings.append(items)
+            items, scores = model.recommend(batch, depth, allowed=encoded, **options)
+            if model.is_baseline:
+                scores = torch.where(items < 0, scores, scores.clamp(min=0))
+            rankings.append((items, scores))
         return rankings
 
-    def fuse(self, rankings: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
+    def fuse(
+        self, rankings: list[tuple[Tensor, Tensor]], k: int
+    ) -> tuple[Tensor, Tensor]:
         """Return items and scores, (B, k) both, from the rankings of both models."""
-        rows, depth = rankings[0].shape
-        reciprocal = 1 / torch.arange(61, depth + 61, device=self.weight.device)
-        total = reciprocal.new_zeros((rows, self.num_items + 1))
-        weights = (1 - self.weight, self.weight)
-        for items, weight in zip(rankings, weights, strict=True):
-            # missing items go to an extra column
+        rows = len(rankings[0][0])
+        # missing items go to an extra column
+        total = self.weight.new_zeros((rows, self.num_items + 1))
+        is_ranked = torch.zeros_like(total, dtype=torch.bool)
+        weights = (torch.ones_like(self.weight), self.weight)
+        for (items, scores), weight in zip(rankings, weights, strict=True):
+            lowest = scores.masked_fill(items < 0, torch.inf).amin(1, keepdim=True)
+            lowest = lowest.masked_fill(lowest == torch.inf, 0.0)
             column = torch.where(items < 0, self.num_items, items)
-            total.scatter_add_(1, column, (weight * reciprocal).expand(column.shape))
+            above = (scores - lowest).masked_fill(items < 0, 0.0)
+            total += weight * lowest
+            total.scatter_add_(1, column, weight * above)
+            is_ranked.scatter_(1, column, True)
+        total.masked_fill_(~is_ranked, -torch.inf)
         items, scores = top_k(total[:, :-1], k)
-        scores = scores.masked_fill(scores <= 0, -torch.inf)
         return items.masked_fill(scores.isneginf(), -1), scores

@@ -1,4 +1,4 @@
-"""Blends are weighted sums of reciprocal ranks; checkpoints that differ are refused."""
+"""Blends are weighted sums of scores; checkpoints that differ are refused."""
 
 from __future__ import annotations
 
@@ -28,25 +28,38 @@ def build(**options: Any) -> Any:
     return build_model(options, build_catalogue()).eval()
 
 
-def test_scores_are_weighted_sums_of_reciprocal_ranks() -> None:
-    model, batch = build(weight=0.3, depth=9), make_requests(5)
+@pytest.mark.parametrize("second", [SID_SASREC, {"name": "popularity"}])
+def test_scores_are_weighted_sums_of_scores(second: dict[str, Any]) -> None:
+    model, batch = build(weight=3, depth=9, models=[SASREC, second]), make_requests(5)
+    if second["name"] == "popularity":
+        model.models[1].counts[:] = torch.arange(ITEMS) - ITEMS // 2
     model.fit_in_one_pass([], [batch])
     mask = torch.arange(ITEMS) % 3 > 0
 
     items, scores = model.recommend(batch, 12, allowed=mask, unseen=True)
 
     for row in range(5):
-        total = dict.fromkeys(range(-1, ITEMS), 0.0)
-        for part, weight in zip(model.models, (0.7, 0.3), strict=True):
+        parts = []
+        for part in model.models:
             allowed = part.encode_allowed(mask)
-            ranked, _ = part.recommend(batch, 12, allowed=allowed, unseen=True)
-            for rank, item in enumerate(ranked[row].tolist(), 1):
-                total[item] += weight / (60 + rank)
-        total.pop(-1)
-        expected = sorted(filter(None, total.values()), reverse=True)[:12]
+            ranking = part.recommend(batch, 12, allowed=allowed, unseen=True)
+            pairs = zip(*(values[row].tolist() for values in ranking), strict=True)
+            parts.append({item: score for item, score in pairs if item >= 0})
+        if second["name"] == "popularity":
+            parts[1] = {item: max(score, 0) for item, score in parts[1].items()}
+        total = {
+            item: parts[0].get(item, min(parts[0].values()))
+            + 3 * parts[1].get(item, min(parts[1].values()))
+            for item in parts[0] | parts[1]
+        }
         found = items[row][items[row] >= 0].tolist()
-        assert [total[item] for item in found] == pytest.approx(expected)
-        assert scores[row, : len(found)].tolist() == pytest.approx(expected)
+        assert len(found) == min(12, len(total))
+        assert [total[item] for item in found] == pytest.approx(
+            sorted(total.values(), reverse=True)[:12]
+        )
+        assert scores[row, : len(found)].tolist() == pytest.approx(
+            [total[item] for item in found]
+        )
 
 
 def test_the_weight_is_that_of_the_best_validation_ndcg() -> None:
