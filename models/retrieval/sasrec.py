@@ -11,6 +11,7 @@ Shapes: `B` users, `T` positions, `D` width, `N` items, `M` targets, `H` heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -45,9 +46,10 @@ class SASRecConfig(NamedConfig):
     data)."""
     max_history: PositiveInt = 50
     """Number of latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
-    item_vectors: Literal["ids", "ids_and_sids"] = "ids"
+    item_vectors: Literal["ids", "ids_and_sids"] | None = None
     """What an item's vector is: one of its own, or with semantic IDs the sum of its own
-    and those of all prefixes of its codes (not in the paper)."""
+    and those of all prefixes of its codes (not in the paper). By default the sum, if
+    there are semantic IDs."""
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
@@ -130,8 +132,16 @@ class SASRec(RetrievalModel):
 
     @classmethod
     def inputs_of(cls, config: SASRecConfig) -> Mapping[str, bool]:
-        """Return the folder of semantic IDs if vectors are summed over them."""
-        return {"sids": True} if config.item_vectors == "ids_and_sids" else {}
+        """Return the folder of semantic IDs unless items have vectors of their own."""
+        if config.item_vectors == "ids":
+            return {}
+        return {"sids": config.item_vectors is not None}
+
+    @classmethod
+    def resolve_config(cls, config: SASRecConfig, catalogue: Catalogue) -> SASRecConfig:
+        """Return the config with `item_vectors` by whether there are semantic IDs."""
+        by_default = "ids" if catalogue.sids is None else "ids_and_sids"
+        return replace(config, item_vectors=config.item_vectors or by_default)
 
     def states(
         self, history: Tensor, dropout_p: float = 0.0, position: Tensor | None = None

@@ -32,7 +32,7 @@ students=(--model.teacher "$out/runs/tiger-$seed" --fit.lr 0.001 --fit.batch_siz
 cache=(--model.teacher_cache "$out/cache")
 
 row popularity popularity
-row sasrec sasrec
+row sasrec sasrec --model.item_vectors ids
 row tiger tiger_small --fit.max_epochs 60
 row sid_mlp sid_mlp_small --model.teacher "$out/runs/tiger-$seed" "${cache[@]}" --fit.max_epochs 20
 row gdn gdn "${students[@]}" "${cache[@]}" --model.num_layers 2 --model.heads 2 --model.head_width 32 --model.ffn_width 256

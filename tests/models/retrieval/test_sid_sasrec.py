@@ -11,6 +11,7 @@ import torch
 
 from models.loaded_model import build_model
 from models.retrieval.data import Catalogue
+from models.retrieval.sasrec import SASRec, SASRecConfig
 from models.training import checkpoint
 from models.warm_start import collect_row_names, load_extended_weights
 from tests.fixtures.small_retrieval import (
@@ -137,6 +138,17 @@ def test_the_loss_is_the_mean_over_targets_of_loops_over_paths(
     for item, (path, dense) in zip(batch.target.tolist(), by_request, strict=True):
         expected -= path[codes[item]] + joint * dense[codes[item]]
     assert loss == pytest.approx(expected / 5, rel=1e-4)
+
+
+def test_sasrec_sums_vectors_where_there_are_semantic_ids() -> None:
+    for catalogue, options, expected in (
+        (build_catalogue(), {}, "ids_and_sids"),
+        (build_catalogue(), {"item_vectors": "ids"}, "ids"),
+        (Catalogue(ITEMS), {}, "ids"),
+    ):
+        config = SASRec.resolve_config(SASRecConfig(**options), catalogue)
+
+        assert config.item_vectors == expected
 
 
 def test_a_new_item_starts_as_the_sum_of_its_nodes(tmp_path: Path) -> None:
