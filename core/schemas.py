@@ -582,8 +582,8 @@ class SidsInfo(TableInfo):
 
     table = "sids"
 
-    codebook_sizes: list[int]
-    """Number of codes of each level."""
+    codebook_sizes: list[Annotated[int, Field(le=65_536)]]
+    """Number of codes of each level, which are stored as uint16."""
     tokenizer: str
     items_hash: str
     conflict_level: bool

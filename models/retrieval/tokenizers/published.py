@@ -48,14 +48,14 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
             item.strip(): [int(TOKEN.sub(r"\1", str(code))) for code in codes]
             for item, codes in rows
         }
-        codes = np.array(list(sids.values()), np.uint16)
+        codes = np.array(list(sids.values()), np.int64)
     except (OSError, EOFError, ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"{uri} is neither CSV with the header item_id,c1,c2,... nor JSON of codes "
             f"by item ({one_line(error)})"
         ) from error
-    if len(sids) < len(rows) or codes.ndim != 2 or not codes.size:
-        raise UserError(f"{uri} has an item twice, or no codes")
+    if len(sids) < len(rows) or codes.ndim != 2 or not codes.size or codes.min() < 0:
+        raise UserError(f"{uri} has an item twice, a code below 0, or no codes")
     return sids
 
 
