@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pyarrow as pa
 from pydantic import (
+    Field,
     TypeAdapter,
     ValidationError,
 )
@@ -576,14 +577,18 @@ class CodeMeasures:
     levels: list[LevelMeasures] = field(default_factory=list)
 
 
+CodebookSize = Annotated[int, Field(le=2**16)]
+"""Codes are stored as uint16."""
+
+
 @dataclass(config=CHECKED)
 class SidsInfo(TableInfo):
     """Info of `sids`."""
 
     table = "sids"
 
-    codebook_sizes: list[Annotated[int, Field(le=65_536)]]
-    """Number of codes of each level, which are stored as uint16."""
+    codebook_sizes: list[CodebookSize]
+    """Number of codes of each level."""
     tokenizer: str
     items_hash: str
     conflict_level: bool

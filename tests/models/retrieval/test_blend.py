@@ -46,7 +46,8 @@ def test_scores_are_weighted_sums_of_scores(second: dict[str, Any]) -> None:
             pairs = zip(*(values[row].tolist() for values in ranking), strict=True)
             parts.append({item: score for item, score in pairs if item >= 0})
         if second["name"] == "popularity":
-            parts[1] = {item: max(score, 0) for item, score in parts[1].items()}
+            top = max(parts[1].values())
+            parts[1] = {i: max(score, 0) / top for i, score in parts[1].items()}
         total = {
             item: parts[0].get(item, min(parts[0].values()))
             + 3 * parts[1].get(item, min(parts[1].values()))
