@@ -140,8 +140,10 @@ class SASRec(RetrievalModel):
     @classmethod
     def resolve_config(cls, config: SASRecConfig, catalogue: Catalogue) -> SASRecConfig:
         """Return the config with `item_vectors` by whether there are semantic IDs."""
-        by_default = "ids" if catalogue.sids is None else "ids_and_sids"
-        return replace(config, item_vectors=config.item_vectors or by_default)
+        if config.item_vectors:
+            return config
+        has_sids = catalogue.sids is not None
+        return replace(config, item_vectors="ids_and_sids" if has_sids else "ids")
 
     def states(
         self, history: Tensor, dropout_p: float = 0.0, position: Tensor | None = None
