@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import pyarrow as pa
 from pydantic import (
-    Field,
     TypeAdapter,
     ValidationError,
 )
@@ -577,17 +576,13 @@ class CodeMeasures:
     levels: list[LevelMeasures] = field(default_factory=list)
 
 
-CodebookSize = Annotated[int, Field(le=2**16)]
-"""Codes are stored as uint16."""
-
-
 @dataclass(config=CHECKED)
 class SidsInfo(TableInfo):
     """Info of `sids`."""
 
     table = "sids"
 
-    codebook_sizes: list[CodebookSize]
+    codebook_sizes: list[int]
     """Number of codes of each level."""
     tokenizer: str
     items_hash: str

@@ -20,7 +20,6 @@ import ray
 import torch
 
 from core.files import join
-from core.options import build
 from core.schemas import (
     QUANTIZER,
     SIDS,
@@ -346,14 +345,13 @@ def tokenize(
                 sizes = [codebook_size] * num_levels
                 write_quantizer(quantizer_uri, arrays, config=settings, inputs=inputs)
             has_duplicates = measure_collisions(codes).duplicates > 0
-            properties = {
-                "codebook_sizes": sizes,
-                "tokenizer": tokenizer.name,
-                "items_hash": items.hash,
-                "conflict_level": has_duplicates or not tokenizer.separates_items,
-                "measures": measures,
-            }
-            info = build(SidsInfo, properties)
+            info = SidsInfo(
+                codebook_sizes=sizes,
+                tokenizer=tokenizer.name,
+                items_hash=items.hash,
+                conflict_level=has_duplicates or not tokenizer.separates_items,
+                measures=measures,
+            )
             codes, info = _make_unique(codes, info, say)
             sids = write_sids(
                 join(output, "sids"),

@@ -22,6 +22,9 @@ from core.files import open_uri, storage_errors
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
 """A code as a token of LC-Rec, such as `<a_128>`."""
 
+MAX_CODE = 65_535
+"""Codes are stored as uint16."""
+
 
 def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
     """Parse a file of published SIDs.
@@ -54,8 +57,12 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
             f"{uri} is neither CSV with the header item_id,c1,c2,... nor JSON of codes "
             f"by item ({one_line(error)})"
         ) from error
-    if len(sids) < len(rows) or codes.ndim != 2 or not codes.size or codes.min() < 0:
-        raise UserError(f"{uri} has an item twice, a code below 0, or no codes")
+    if len(sids) < len(rows) or codes.ndim != 2 or not codes.size:
+        raise UserError(f"{uri} has an item twice, or no codes")
+    if codes.min() < 0 or codes.max() > MAX_CODE:
+        raise UserError(
+            f"{uri} has codes from {codes.min()} to {codes.max()}; 0 to {MAX_CODE} fit"
+        )
     return sids
 
 

@@ -141,13 +141,11 @@ def test_the_loss_is_the_mean_over_targets_of_loops_over_paths(
 
 
 def test_sasrec_sums_vectors_where_there_are_semantic_ids() -> None:
-    for catalogue, options, expected in (
-        (build_catalogue(), {}, "ids_and_sids"),
-        (build_catalogue(), {"item_vectors": "ids"}, "ids"),
-        (Catalogue(ITEMS), {}, "ids"),
+    for catalogue, expected in (
+        (CATALOGUES["one level"], "ids_and_sids"),
+        (Catalogue(9), "ids"),
     ):
-        config = SASRec.resolve_config(SASRecConfig(**options), catalogue)
-
+        config = SASRec.resolve_config(SASRecConfig(), catalogue)
         assert config.item_vectors == expected
 
 

@@ -51,6 +51,7 @@ def test_codes_are_in_the_order_of_the_catalogue_without_other_items() -> None:
         ("x.csv", b"item_id,c1\na,1\na ,2\n"),
         ("x.csv", b"item_id,c1,c2\na,1,2\nb,1\n"),
         ("x.csv", b"item_id,c1\na,-1\n"),
+        ("x.csv", b"item_id,c1\na,65536\n"),
         ("x.csv", b"item_id,c1\n"),
         ("x.json", b'{"a": [1], "a": [2]}'),
         ("x.json", b'{"a": 3}'),
