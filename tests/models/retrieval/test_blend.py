@@ -57,21 +57,6 @@ def test_scores_are_weighted_sums_of_scores() -> None:
         assert scores[row, : len(found)].tolist() == pytest.approx(expected)
 
 
-def test_the_weight_is_that_of_the_best_validation_ndcg() -> None:
-    model, batch = build(depth=9), make_requests(40)
-
-    model.fit_in_one_pass([], [batch])
-
-    chosen = model.weight.item()
-    assert {0, 1} < set(model.config.weight)
-    ndcg = {}
-    for weight in model.config.weight:
-        model.weight.fill_(weight)
-        ndcg[weight] = model.measure(batch)["ndcg@10"]
-    assert len(set(ndcg.values())) > 1
-    assert chosen == pytest.approx(max(ndcg, key=lambda weight: ndcg[weight]))
-
-
 def test_two_checkpoints_become_one_and_others_are_refused(tmp_path: Path) -> None:
     inputs = Inputs(*write_tables(tmp_path / "tables", users=12))
     saved = {}
