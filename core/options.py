@@ -425,8 +425,8 @@ def path_fields(config: type, *kinds: str) -> set[str]:
 
     Args:
         config: Dataclass of the config.
-        kinds: Kinds of path: `checkpoint`, `folder`, or `encoder`, which is a
-            folder or a name of the model hub. A field declares its kind by
+        kinds: Kinds of path: `checkpoint`, or `encoder`, which is a folder or a name
+            of the model hub. A field declares its kind by
             `metadata={"names": "checkpoint"}`.
     """
     return {

@@ -314,11 +314,8 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
     )
     # trials run in other folders
     model = locate_encoders(training.model)
-    names = path_fields(type(model), "checkpoint", "folder")
+    names = path_fields(type(model), "checkpoint")
     paths = {key: absolute(path) for key in names if (path := getattr(model, key))}
-    is_end_to_end = getattr(model, "end_to_end", False)
-    if "teacher_cache" in names and not is_end_to_end:
-        paths.setdefault("teacher_cache", join(config.storage, "teacher_cache"))
     return replace(training, model=replace(model, **paths))
 
 

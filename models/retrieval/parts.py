@@ -162,8 +162,6 @@ class Backbone(nn.Module):
     """(V, D) token embeddings; D is also the width of the states."""
     max_history: int
     """Number of latest items that the encoder reads."""
-    gives_query = False
-    """Whether `encode` sets the query of a history."""
 
     def encode(self, batch: HistoryBatch) -> History:
         """Return the states of the histories, with dropout in training mode."""
@@ -186,8 +184,6 @@ class Decoder(nn.Module):
     """First level that the decoder predicts; another decoder has the levels before."""
     beam_bytes = 0
     """Bytes of a beam's state in search; 0 if too small to split batches for it."""
-    input_layer: int | None = None
-    """Layer of a language model whose states `input_states` returns, if it matters."""
 
     def __init__(self, backbone: Backbone, first_level: int = 0) -> None:
         super().__init__()
@@ -217,10 +213,6 @@ class Decoder(nn.Module):
             first_token, _ = self.span(level)
             indices.append(codes[:, level] + (self.tokens.first[level] - first_token))
         return indices
-
-    def input_states(self, history: History) -> Tensor:
-        """Return the states (B, S, D) that the decoder reads and the cache stores."""
-        return history.states
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """Return the states (B, L - first_level, N) that predict each code.

@@ -37,7 +37,7 @@ row() {  # NAME CONFIG OPTION...
 
 small() {
   row tiger_small tiger_small --fit.max_epochs 20 --fit.patience 0 --ray.threads 1
-  students=(--model.teacher "$out/runs/tiger_small" --model.teacher_cache "$out/cache" --fit.patience 0 --ray.threads 1)
+  students=(--model.teacher "$out/runs/tiger_small" --fit.patience 0 --ray.threads 1)
   row sid_mlp_small sid_mlp_small "${students[@]}" --fit.max_epochs 20
 }
 
@@ -45,7 +45,7 @@ full() {
   row tiger tiger --fit.max_epochs 60 --fit.eval_every_epochs 3 --fit.patience 6 --fit.precision bf16 \
     --fit.checkpoint_every_steps 200
   job evaluate --checkpoint "$out/runs/tiger" --tables "$tables" --sids "$sids" --split test --beam 100
-  students=(--model.teacher "$out/runs/tiger" --model.teacher_cache "$out/cache" --fit.lr 0.0005 --fit.batch_size 256)
+  students=(--model.teacher "$out/runs/tiger" --fit.lr 0.0005 --fit.batch_size 256)
   row sid_mlp sid_mlp "${students[@]}" --fit.max_epochs 20 --fit.patience 0
 
   for name in tiger sid_mlp; do

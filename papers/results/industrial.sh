@@ -29,27 +29,26 @@ row() {  # NAME CONFIG OPTION...
 }
 
 students=(--model.teacher "$out/runs/tiger-$seed" --fit.lr 0.001 --fit.batch_size 128 --fit.max_epochs 20 --model.beam 20)
-cache=(--model.teacher_cache "$out/cache")
 
 row popularity popularity
 row sasrec sasrec --model.item_vectors ids
 row tiger tiger_small --fit.max_epochs 60
-row sid_mlp sid_mlp_small --model.teacher "$out/runs/tiger-$seed" "${cache[@]}" --fit.max_epochs 20
-row gdn gdn "${students[@]}" "${cache[@]}" --model.num_layers 2 --model.heads 2 --model.head_width 32 --model.ffn_width 256
-row mamba2 mamba2 "${students[@]}" "${cache[@]}" --model.num_layers 2 --model.width 64 --model.head_width 32 --model.state 32
-row one_layer one_layer "${students[@]}" "${cache[@]}"
+row sid_mlp sid_mlp_small --model.teacher "$out/runs/tiger-$seed" --fit.max_epochs 20
+row gdn gdn "${students[@]}" --model.num_layers 2 --model.heads 2 --model.head_width 32 --model.ffn_width 256
+row mamba2 mamba2 "${students[@]}" --model.num_layers 2 --model.width 64 --model.head_width 32 --model.state 32
+row one_layer one_layer "${students[@]}"
 row earn earn "${students[@]}"
 row nezha nezha "${students[@]}"
-row atspeed_s atspeed_s "${students[@]}" "${cache[@]}" --model.draft_beam 40 --fit.max_epochs 10
-row atspeed_r atspeed_r "${students[@]}" "${cache[@]}" --model.draft_beam 40 --fit.max_epochs 10
-row sid_mlp_pp_encoder sid_mlp_pp_encoder --model.teacher "$out/runs/tiger-$seed" "${cache[@]}" --model.encoder_layers 2 \
+row atspeed_s atspeed_s "${students[@]}" --model.draft_beam 40 --fit.max_epochs 10
+row atspeed_r atspeed_r "${students[@]}" --model.draft_beam 40 --fit.max_epochs 10
+row sid_mlp_pp_encoder sid_mlp_pp_encoder --model.teacher "$out/runs/tiger-$seed" --model.encoder_layers 2 \
   --model.encoder_width 256 --fit.max_epochs 40 --fit.patience 0 --fit.batch_size 128
-row sid_mlp_pp sid_mlp_pp --model.encoder "$out/runs/sid_mlp_pp_encoder-$seed" "${cache[@]}" --fit.lr 0.001 \
+row sid_mlp_pp sid_mlp_pp --model.encoder "$out/runs/sid_mlp_pp_encoder-$seed" --fit.lr 0.001 \
   --fit.batch_size 128 --fit.max_epochs 20 --model.beam 20 --model.attention_heads 4 --model.attention_width 128 \
   --model.ffn_width 256 --model.head_width 256
 
 row lc_rec lc_rec --model.tasks '[next]' --model.max_words 300 --model.max_history 10 --model.num_layers 3 \
   --model.width 96 --model.ffn_width 256 --fit.lr 0.003 --fit.max_epochs 12
-row lc_rec_sid_mlp lc_rec_sid_mlp --model.teacher "$out/runs/lc_rec-$seed" "${cache[@]}" --fit.lr 0.001 \
+row lc_rec_sid_mlp lc_rec_sid_mlp --model.teacher "$out/runs/lc_rec-$seed" --fit.lr 0.001 \
   --fit.batch_size 128 --fit.max_epochs 20 --model.width 96 --model.ffn_width 256 --model.head_width 256
 row lc_rec_nezha lc_rec_nezha --model.teacher "$out/runs/lc_rec-$seed" --fit.lr 0.0003 --fit.max_epochs 12

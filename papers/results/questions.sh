@@ -49,7 +49,7 @@ student() {  # NAME SEED CODES TEACHER OPTION...
   local name=$1 seed=$2 codes=$3 teacher=$4
   shift 4
   row "sid_mlp-$name" "$seed" sid_mlp_small "$codes" --model.teacher "$out/runs/tiger-$teacher-$seed" \
-    --model.teacher_cache "$out/cache" --fit.max_epochs 20 "$@"
+    --fit.max_epochs 20 "$@"
 }
 
 teachers() {  # equal teachers, three seeds for each tokenizer, and a student of each
@@ -65,7 +65,7 @@ students() {  # more students of the first teachers: what a student's seed chang
   for seed in 43 44; do
     for codes in rqkmeans published; do
       row "sid_mlp-$codes-42" "$seed" sid_mlp_small "$codes" --model.teacher "$out/runs/tiger-$codes-42" \
-        --model.teacher_cache "$out/cache" --fit.max_epochs 20
+        --fit.max_epochs 20
     done
   done
 }

@@ -39,7 +39,6 @@ PARAMS_WITHOUT_EFFECT = (
     TEACHER,
     "model.encoder_hash",
     "model.teacher",
-    "model.teacher_cache",
     "fit.seed",
     "fit.log_every_steps",
     "fit.eval_batch_size",

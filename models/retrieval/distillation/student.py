@@ -2,8 +2,8 @@
 
 The config of a student names the checkpoint of its teacher, any backbone with a
 decoder. The student uses the teacher's backbone and trains a decoder on the teacher's
-logits and the target (equation 3 of SID-MLP). The teacher runs in every step, or its
-outputs are cached in tables (`teacher_cache.py`). Recommending needs no teacher.
+logits and the target (equation 3 of SID-MLP). The teacher runs in every step.
+Recommending needs no teacher.
 
 Shapes: `B` requests, `S` positions of the longest history, `L` levels (codes of an
 item, called digits in SID-MLP), `O_l` codes or tokens that the decoder predicts at
@@ -24,12 +24,10 @@ from core.errors import UserError
 from core.options import STRICT, Fraction
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
-    CachedTeacherConfig,
     TaughtModel,
+    TeacherConfig,
     build_teacher,
-    teacher_settings,
 )
-from models.retrieval.distillation.teacher_cache import TeacherOutput
 from models.retrieval.options import Scores, StudentOptions
 from models.retrieval.parts import Decoder, History
 from models.retrieval.retriever import Retriever
@@ -38,7 +36,7 @@ from models.training.distributed import global_mean
 
 
 @dataclass(config=STRICT)
-class StudentConfig(CachedTeacherConfig):
+class StudentConfig(TeacherConfig):
     """Options of all students."""
 
     beam: PositiveInt = 50
@@ -132,29 +130,10 @@ class Student(TaughtModel, Retriever):
         """Copy the weights of the teacher's backbone to the student's."""
         self.backbone.load_state_dict(teacher.backbone.state_dict())
 
-    def read_cache(self, name: str, batch: HistoryBatch) -> History | None:
-        """Return cached vectors; the query is the first one of `encoder`, if any."""
-        cached = super().read_cache(name, batch)
-        if cached is None or name != "encoder" or not self.backbone.gives_query:
-            return cached
-        query = cached.states[:, 0, : self.backbone.embedding.embedding_dim]
-        return History(cached.states[:, 1:], cached.lengths - 1, query)
-
+    @torch.no_grad()
     def encode(self, batch: HistoryBatch) -> History:
-        """Return the states of the frozen backbone, cached or computed."""
-        cached = self.read_cache("encoder", batch)
-        if cached:
-            return cached
-        with torch.no_grad():
-            return self.backbone.encode(batch)
-
-    def infer(self, batch: HistoryBatch) -> History:
-        """Return the states of `encode`, computed as fast as possible.
-
-        A reused decoder may need more of the teacher than the cache stores.
-        """
-        cached = None if self.config.m else self.read_cache("encoder", batch)
-        return cached or self.backbone.infer(batch)
+        """Return the states of the frozen backbone."""
+        return self.backbone.encode(batch)
 
     def scorer(self, history: History) -> Scorer:
         """Return the decoder's scorer, after the teacher's for the first m levels."""
@@ -186,49 +165,13 @@ class Student(TaughtModel, Retriever):
             history: The student's states of the histories.
         """
         teacher = self.teacher.decoder
-        cached = self.read_cache("decoder", batch)
-        hidden = cached.states if cached else self.teacher_hidden(batch, history)
-        logits = teacher.logits(hidden)
+        logits = teacher.logits(self.teacher_hidden(batch, history))
         restricted = []
         for level in range(self.decoder.first_level, self.tokens.levels):
             first, count = self.decoder.span(level)
             teacher_first, _ = teacher.span(level)
             restricted.append(logits[level].narrow(-1, first - teacher_first, count))
         return restricted
-
-    def encoder_settings(self) -> dict[str, Any]:
-        """Return what the cached states depend on: the teacher and its layer."""
-        return teacher_settings(self.config, self.decoder.input_layer)
-
-    def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Describe the tables to cache: states of the backbone and the decoder.
-
-        The decoder's states are needed only if `alpha` is above 0.
-        """
-        settings = self.encoder_settings()
-        outputs = [TeacherOutput("encoder", settings, self._encode_to_cache)]
-        if self.config.alpha > 0:
-            settings = teacher_settings(self.config)
-            outputs.append(TeacherOutput("decoder", settings, self._decode_to_cache))
-        return outputs
-
-    def _encode_to_cache(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
-        """Return the decoder's input (B, S, D), query first, and lengths (B,)."""
-        history = self.encode(batch)
-        states = self.decoder.input_states(history)
-        if history.query is None:
-            return states, history.lengths
-        query = history.query.unsqueeze(1)  # (B, 1, D)
-        width = max(query.shape[2], states.shape[2])
-        padded = [
-            functional.pad(part, (0, width - part.shape[2])) for part in (query, states)
-        ]
-        return torch.cat(padded, 1), history.lengths + 1
-
-    def _decode_to_cache(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
-        """Return the teacher's states (B, L, N) before each code, and L (B,)."""
-        hidden = self.teacher_hidden(batch, self.teacher.encode(batch))
-        return hidden, torch.full_like(batch.target, hidden.shape[1])
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the sum of equation 3 over the student's levels, the mean over rows.

@@ -13,18 +13,11 @@ from typing import Any, ClassVar, TypeVar, cast
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.files import absolute
 from core.options import STRICT, NamedConfig
 from models import registry
 from models.loaded_model import build_model, load_model
-from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.distillation.teacher_cache import (
-    CachedStates,
-    TeacherOutput,
-    open_teacher_cache,
-)
+from models.retrieval.data import Catalogue
 from models.retrieval.model import RetrievalModel
-from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.training import checkpoint
 
@@ -53,16 +46,6 @@ class TeacherConfig(NamedConfig):
         return int(teacher.get("max_history", 20))
 
 
-@dataclass(config=STRICT)
-class CachedTeacherConfig(TeacherConfig):
-    """The teacher of a model that does not change the teacher's outputs in training."""
-
-    teacher_cache: str = field(default="", metadata={"names": "folder"})
-    """Folder to cache the teacher's outputs in, in half precision. Runs share it: the
-    first run computes the outputs, and later epochs and runs skip the teacher's forward
-    pass."""
-
-
 C = TypeVar("C", bound=TeacherConfig)
 P = TypeVar("P")
 
@@ -75,8 +58,6 @@ class TaughtModel(RetrievalModel):
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
     _teacher: tuple[Retriever, ...] = ()
     """The teacher in a tuple, so that it is no submodule and is not saved."""
-    cached: Mapping[str, CachedStates] = {}
-    """Tables of the teacher cache by name, set for training."""
 
     @classmethod
     def resolve_config(cls, config: Any, catalogue: Catalogue) -> Any:
@@ -86,17 +67,9 @@ class TaughtModel(RetrievalModel):
     def prepare_training(
         self, catalogue: Catalogue, datasets: Mapping[str, Any]
     ) -> list[str]:
-        """Load the teacher, and open or compute the teacher cache."""
+        """Load the teacher."""
         self.load_teacher(catalogue)
-        folder = getattr(self.config, "teacher_cache", "")
-        if not folder:
-            return []
-        self.eval()  # without dropout
-        device = next(self.parameters()).device
-        self.cached, messages = open_teacher_cache(
-            folder, self.outputs_to_cache(), catalogue.hashes, datasets, device
-        )
-        return messages
+        return []
 
     def load_teacher(self, catalogue: Catalogue) -> None:
         """Load the teacher of the config and copy the weights that it shares."""
@@ -113,21 +86,6 @@ class TaughtModel(RetrievalModel):
         if not self._teacher:
             raise UserError("the student has no teacher to learn from")
         return self._teacher[0]
-
-    def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Describe the outputs that the teacher cache stores."""
-        raise NotImplementedError
-
-    def read_cache(self, name: str, batch: HistoryBatch) -> History | None:
-        """Return cached vectors, or None if there are none or a request is missing.
-
-        Args:
-            name: Table of the teacher cache: `encoder` or `decoder`.
-            batch: Requests. The cache holds the requests of training and of its
-                validation.
-        """
-        table = self.cached.get(name)
-        return table.pad_states(batch) if table else None
 
 
 def read_checkpoint(
@@ -168,28 +126,12 @@ def resolve_teacher(config: C, catalogue: Catalogue) -> C:
             f"the teacher {uri} is of the model '{teacher.name}', which has no decoder",
             "teacher",
         )
-    if isinstance(config, CachedTeacherConfig) and config.teacher_cache:
-        config = replace(config, teacher_cache=absolute(config.teacher_cache))
     return replace(
         config,
         teacher=uri,
         teacher_model=dict(teacher.model),
         teacher_hash=weights,
     )
-
-
-def teacher_settings(config: TeacherConfig, layer: int | None = None) -> dict[str, Any]:
-    """Return what cached outputs of a teacher depend on.
-
-    Args:
-        config: Resolved config of the student.
-        layer: Layer of the teacher whose states are cached, if not the last one.
-    """
-    return {
-        "teacher_model": config.teacher_model,
-        "weights": config.teacher_hash,
-        "layer": layer,
-    }
 
 
 def build_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:

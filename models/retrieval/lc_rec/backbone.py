@@ -45,7 +45,6 @@ def concat_segments(segments: list[Segment]) -> Segment:
 class LmBackbone(Backbone):
     """A language model with tokens for semantic IDs: `SidTokens` t is token V + t."""
 
-    gives_query = True
     before: Tensor
     """Words before a history."""
     between: Tensor

@@ -40,7 +40,7 @@ from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require
 from models.retrieval.lc_rec.backbone import LmBackbone, Segment, full_segment
 from models.retrieval.lc_rec.lc_rec import LcRec
-from models.retrieval.parts import History
+from models.retrieval.parts import History, Memory
 from models.retrieval.retriever import Retriever
 from models.retrieval.sid_mlp.decoder import SidMlpConfig, SidMlpDecoder
 from models.retrieval.students.nezha import (
@@ -151,9 +151,8 @@ class EarlyReadouts(nn.Module):
 
     def keys_and_values(self, history: History) -> Tensor:
         """Return the keys and values (B, S, 2 E) of the layer."""
-        if history.memory is None:
-            return history.states  # the teacher cache stores keys and values as states
-        keys, values = history.memory[self.layer]  # (B, heads, S, head width) both
+        memory = cast(Memory, history.memory)
+        keys, values = memory[self.layer]  # (B, heads, S, head width) both
         return torch.cat(
             [keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)], -1
         )
@@ -161,9 +160,7 @@ class EarlyReadouts(nn.Module):
     def forward(self, history: History) -> Tensor:
         """Return z (B, N)."""
         positions, is_code = self._backbone[0].locate_history(history)
-        memory = self.keys_and_values(history)[:, positions]
-        # the teacher cache pads narrow keys and values to the width of the query
-        keys, values = memory[..., : 2 * self.width].chunk(2, -1)
+        keys, values = self.keys_and_values(history)[:, positions].chunk(2, -1)
         mask = torch.zeros(is_code.shape, dtype=keys.dtype, device=keys.device)
         mask = mask.masked_fill(~is_code, torch.finfo(keys.dtype).min)
         mask = mask[:, None, None]
@@ -187,7 +184,6 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
             m=config.m,
         )
         super().__init__(heads, backbone, config.width)
-        self.input_layer = self.readout.layer
         self.project = nn.Linear(
             backbone.embedding.embedding_dim, config.width, bias=False
         )
@@ -195,10 +191,6 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
     def _make_readout(self, dim: int) -> EarlyReadouts:
         """Return the readouts of the language model."""
         return EarlyReadouts(*self._readout_arguments)
-
-    def input_states(self, history: History) -> Tensor:
-        """Return the keys and values (B, S, 2 E) that the readouts attend to."""
-        return self.readout.keys_and_values(history)
 
     def table(self) -> Tensor:
         """Return the projected embeddings (V, N) of the teacher's tokens."""
@@ -239,8 +231,6 @@ class LcRecNezhaConfig(NezhaConfig):
 
 class NezhaLmBackbone(LmBackbone):
     """A language model that returns the root and the placeholders' states only."""
-
-    gives_query = False
 
     def __init__(self, teacher: LcRec) -> None:
         """Build the backbone on the language model of the teacher."""

@@ -17,7 +17,7 @@ Shapes: `B` requests, `S` tokens of a history, `D` width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -29,15 +29,13 @@ from core.options import STRICT
 from models.loaded_model import load_model
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
-    CachedTeacherConfig,
     TaughtModel,
+    TeacherConfig,
     build_teacher,
     read_checkpoint,
     require,
     resolve_teacher,
-    teacher_settings,
 )
-from models.retrieval.distillation.teacher_cache import TeacherOutput
 from models.retrieval.parts import History, real_positions
 from models.retrieval.retriever import Retriever
 from models.retrieval.sid_mlp.decoder import SidMlpConfig
@@ -48,7 +46,7 @@ from models.training.distributed import global_mean
 
 
 @dataclass(config=STRICT)
-class SidMlpPpEncoderConfig(EncoderSizes, CachedTeacherConfig):
+class SidMlpPpEncoderConfig(EncoderSizes, TeacherConfig):
     """Options of stage 1 of SID-MLP++: representation matching."""
 
 
@@ -87,16 +85,6 @@ class SidMlpPpEncoder(TaughtModel):
             TaughtModel.set_teacher(self, teacher)
         return super().teacher
 
-    def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Describe the table to cache: the teacher's encoder states."""
-        settings = teacher_settings(self.config)
-        return [TeacherOutput("encoder", settings, self._encode_by_teacher)]
-
-    def _encode_by_teacher(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
-        """Return the teacher's states (B, S, D) and their lengths (B,)."""
-        history = self.teacher.encode(batch)
-        return history.states, history.lengths
-
     def match_states(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Compare the encoder's states with the teacher's.
 
@@ -106,8 +94,7 @@ class SidMlpPpEncoder(TaughtModel):
         """
         history = self.backbone.encode(batch)
         with torch.no_grad():
-            cached = self.read_cache("encoder", batch)
-            target = (cached or self.teacher.encode(batch)).states
+            target = self.teacher.encode(batch).states
         states = history.states
         is_real = real_positions(history.lengths, states.shape[1]).unsqueeze(-1)
         target = target.float().masked_fill(~is_real, 0.0)
@@ -244,7 +231,7 @@ class SidMlpPp(SidMlp):
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
 
     def encode(self, batch: HistoryBatch) -> History:
-        """Return the states of the student's encoder, cached or computed."""
+        """Return the states of the student's encoder."""
         if not self.config.end_to_end:
             return super().encode(batch)
         return self.backbone.encode(batch)
@@ -252,20 +239,6 @@ class SidMlpPp(SidMlp):
     def teacher_hidden(self, batch: RequestBatch, history: History) -> Tensor:
         """Return the teacher's states after the teacher's own encoder."""
         return super().teacher_hidden(batch, self.teacher.encode(batch))
-
-    def encoder_settings(self) -> dict[str, Any]:
-        """Return what the states of the student's encoder depend on."""
-        config = self.config
-        settings = super().encoder_settings() | {"weights": config.encoder_hash}
-        return settings | encoder_sizes(asdict(config))
-
-    def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Return the outputs of `SidMlp`, with the states of the student's encoder.
-
-        With `end_to_end` the states change in training and are not cached.
-        """
-        outputs = super().outputs_to_cache()
-        return outputs[1:] if self.config.end_to_end else outputs
 
 
 def encoder_sizes(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,13 +20,10 @@ from core.schemas import (
     items_schema,
     sequences_schema,
 )
-from models.dataset.dataset import Dataset
-from models.retrieval.requests import RETRIEVAL
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from tests.fixtures import training_tables
-from tests.fixtures.commands import load_split
 from tests.fixtures.infos import make_info
 from tests.fixtures.trainings import TIGER, build_training
 
@@ -139,41 +136,29 @@ class Distillation:
         """Folder of the run of stage 1 of SID-MLP++."""
         return str(self.folder / "encoder")
 
-    def build(
-        self, cache: Path | str | None = None, fit: FitConfig = FIT, **model: Any
-    ) -> TrainingRun:
+    def build(self, fit: FitConfig = FIT, **model: Any) -> TrainingRun:
         """Build the training of a student, by default a SID-MLP.
 
         Args:
-            cache: Folder of the teacher's cache, or None for no cache.
             fit: Options of the training loop.
             model: Options of the student that differ from the defaults.
         """
-        options = {
-            "name": "sid_mlp",
-            "teacher": self.teacher,
-            "teacher_cache": str(cache or ""),
-            **model,
-        }
+        options = {"name": "sid_mlp", "teacher": self.teacher, **model}
         if options["name"] in ("sid_mlp", "sid_mlp_pp"):
             options = {**HEADS, **options}
         return build_training(options, fit, self.inputs)
-
-    def load_requests(self, split: Any) -> Dataset:
-        """Load the requests of a split."""
-        return load_split(RETRIEVAL, f"{self.tables}/sequences", split, max_history=6)
 
 
 @pytest.fixture(scope="session")
 def distillation(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
     """Tables of 30 users with a teacher and a stage 1 of SID-MLP++."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = tmp_path_factory.mktemp("distillation")
     tables, sids = training_tables.write_tables(folder, users=30)
     teacher = build_training(TIGER, FIT, Inputs(tables, sids))
     # log-probabilities far from uniform
     torch.nn.init.normal_(teacher.model.backbone.embedding.weight, std=2.0)
     checkpoint.save(folder / "tiger/best", teacher.model, teacher.checkpoint(epoch=1))
     distillation = Distillation(folder, tables, sids)
-    stage_1 = distillation.build(None, **ENCODER)
+    stage_1 = distillation.build(**ENCODER)
     checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
     return distillation

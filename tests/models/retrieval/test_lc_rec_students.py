@@ -69,7 +69,7 @@ def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
     attention = lm.model.layers[read].self_attn
     history = model.encode(batch)
     columns, is_code = model.backbone.locate_history(history)
-    keys_and_values = model.decoder.input_states(history)[:, columns]
+    keys_and_values = model.decoder.readout.keys_and_values(history)[:, columns]
     outputs = record_outputs(
         {"k": attention.k_proj, "v": attention.v_proj, "states": lm.model.norm}
     )
@@ -100,7 +100,7 @@ def test_each_readout_layer_attends_with_the_output_of_the_one_before(
     model, batch = build_student(readout_layers=layers, **HEADS), make_requests(4)
     history = model.encode(batch)
     columns, is_code = model.backbone.locate_history(history)
-    keys_and_values = model.decoder.input_states(history)[:, columns]
+    keys_and_values = model.decoder.readout.keys_and_values(history)[:, columns]
     readout = model.decoder.readout
     assert len(readout.layers) == layers
 
