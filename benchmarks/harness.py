@@ -74,7 +74,6 @@ def time_in_turns(calls: dict[str, Call], runs: int) -> dict[str, list[float]]:
             if device().type == "cuda":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start_s)
-            print(f"{name} run {run + 1}: {seconds[name][-1]:.3f} s", file=sys.stderr)
     return seconds
 
 

@@ -1,6 +1,6 @@
-"""Time jobs.prepare and polars alone on the same simulated log, in turn.
+"""Time jobs.prepare, in process and on Ray, and polars alone on the same log, in turn.
 
-    python -m benchmarks prepare --events 1000000 --runs 3
+    python -m benchmarks prepare --events "[1000000, 5000000]" --runs 3
 
 The log is Parquet in time order, with 20 events per user and 400 per item. Both
 commands sort by user and time, index the items, build every list column with requests
@@ -19,53 +19,57 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import polars as pl
 import psutil
 
-from benchmarks.harness import Line, to_line
-from pipelines.prepare.kinds.simulation import draw_interactions, write_log
-from pipelines.prepare.settings.simulation import Settings
+from benchmarks.harness import Line
 
 SOURCE = "jobs/configs/sources/simulated.yaml"
 
 
-def prepare(events: int = 1_000_000, runs: int = 3) -> Iterator[Line]:
-    """Yield a line per variant; items per second are events."""
-    with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
-        log, output = f"{folder}/log", f"{folder}/tables"
-        settings = Settings(events // 20 or 1, max(8, events // 400), events)
-        write_log(log, "retrieval", settings, draw_interactions)
-        job = f"jobs.prepare --source {SOURCE} --input {log} --output {output}"
-        commands = {
-            "trieline": f"{job} --overwrite",
-            "polars": f"benchmarks.prepare {log} {folder}/polars",
-        }
-        usages: dict[str, list[Line]] = {name: [] for name in commands}
-        for _ in range(runs):
-            for name, command in commands.items():
-                usages[name].append(run_module(command.split()))
+def prepare(
+    events: Sequence[int] = (1_000_000, 5_000_000), runs: int = 3
+) -> Iterator[Line]:
+    """Yield a line per variant of two sizes, then its fixed and per-event cost."""
+    costs: dict[str, list[float]] = defaultdict(list)
+    for size in events:
+        usages: dict[str, list[Line]] = defaultdict(list)
+        with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
+            log = f"{folder}/log"
+            sizes = f"--users {size // 20} --items {size // 400} --events {size}"
+            run_module(f"jobs.simulate {sizes} --output {log}")
+            job = f"jobs.prepare --source {SOURCE} --input {log} --output {folder}"
+            commands = {
+                "trieline": f"{job}/alone --overwrite",
+                "ray": f"{job}/ray --overwrite --partitions {2 + size // 900_000}",
+                "polars": f"benchmarks.prepare {log} {folder}/polars",
+            }
+            for name, command in [*commands.items()] * runs:
+                usages[name].append(run_module(command))
         for name, measured in usages.items():
-            yield to_line(
-                "prepare",
-                name,
-                {"events": events},
-                [usage["seconds"] for usage in measured],
-                events,
-                cpu_s=statistics.median(usage["cpu_s"] for usage in measured),
-                peak_memory_mb=max(usage["peak"] for usage in measured),
-            )
+            medians = {
+                key: statistics.median(usage[key] for usage in measured)
+                for key in ("seconds", "cpu_s", "peak_mb")
+            }
+            costs[name].append(medians["cpu_s"])
+            yield {"variant": name, "events": size, **medians}
+    for name, (before, last) in costs.items():
+        per_event = (last - before) / (events[-1] - events[-2])
+        fixed = last - per_event * events[-1]
+        yield {"variant": name, "cpu_s_per_event": per_event, "fixed_cpu_s": fixed}
 
 
-def run_module(words: Sequence[str]) -> Line:
-    """Run a module, and return its seconds, processor time and peak memory in MB."""
+def run_module(command: str) -> Line:
+    """Run a module, and return its seconds, processor time and peak memory in MiB."""
     cpu_s: dict[int, float] = {}
     peak = 0.0
     start_s = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", *words], stdout=sys.stderr)
+    words = [sys.executable, "-m", *command.split()]
+    process = subprocess.Popen(words, stdout=sys.stderr)
     while process.poll() is None:
         with suppress(psutil.Error):  # a process has ended
             parent = psutil.Process(process.pid)
@@ -74,10 +78,9 @@ def run_module(words: Sequence[str]) -> Line:
             # PSS divides shared pages among their processes
             peak = max(peak, sum(one.memory_full_info().pss for one in tree))
         time.sleep(0.25)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, words)
+    assert not process.returncode, words
     seconds = time.perf_counter() - start_s
-    return {"seconds": seconds, "cpu_s": sum(cpu_s.values()), "peak": peak / 2**20}
+    return {"seconds": seconds, "cpu_s": sum(cpu_s.values()), "peak_mb": peak / 2**20}
 
 
 def run_polars(log: str, output: str) -> None:
@@ -106,9 +109,11 @@ def run_polars(log: str, output: str) -> None:
         .group_by("user_id", maintain_order=True)
         .agg("item_index", "timestamp_ms", "query", requests=requests)
     )
-    Path(output).mkdir(parents=True, exist_ok=True)
     sequences.collect().write_parquet(
-        f"{output}/sequences.parquet", compression="zstd", compression_level=1
+        f"{output}/sequences.parquet",
+        compression="zstd",
+        compression_level=1,
+        mkdir=True,
     )
 
 

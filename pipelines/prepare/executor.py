@@ -4,7 +4,8 @@
     executor.exchange(Exchange(...))
     # from_items -> map_batches(read) -> repartition(keys) -> map_batches(kernel)
 
-Kernels process whole partitions with polars, numpy and Arrow and write their own parts.
+Reads and kernels exchange polars frames; Ray Data moves them as Arrow tables. Kernels
+process whole partitions and write their own parts.
 Ray Data provides statistics, progress, backpressure, spilling and retries of lost
 tasks. `Executor._build_context` sets its options (measured on 20 million events, see
 docs/scale.md). Kernels set no `concurrency`, so Ray Data fuses them into the tasks that
@@ -21,6 +22,7 @@ import logging
 import os
 import pickle
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,14 +31,14 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pyarrow as pa
+import polars as pl
 
 from core.errors import UserError
 from pipelines.faults import find_user_error
 from pipelines.prepare.settings.config import RayDataConfig
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from ray.data import DataContext
 
 SHUFFLE_ENV = {
@@ -93,7 +95,7 @@ class ReadSummary:
     """Picklable value."""
 
 
-Read = Callable[[int], Iterator[pa.Table | ReadSummary]]
+Read = Callable[[int], Iterator[pl.DataFrame | ReadSummary]]
 """Yields the rows, and optionally a summary, of the read with the given index."""
 
 
@@ -102,7 +104,7 @@ class Exchange:
     """A shuffle: rows of many reads are grouped by partition and passed to a kernel."""
 
     read: Read
-    """Yields tables of one schema that contain the column KEY."""
+    """Yields frames of one schema that contain the column KEY."""
     num_reads: int
     kernel: Callable[..., Any]
     """Called as `kernel(*shared, partition, rows)` for each partition that has rows;
@@ -110,10 +112,7 @@ class Exchange:
     num_partitions: int
     shared: Call = ()
     """First arguments of the kernel; references are replaced by their values."""
-    summaries: bool = False
-    """Whether each read ends with a `ReadSummary`, which the exchange yields among the
-    results."""
-    first_kernel: Callable[[pa.Table], pa.Table] | None = None
+    first_kernel: Callable[[pl.DataFrame], pl.DataFrame] | None = None
     """Kernel of a preceding shuffle into `num_first_partitions`, if any. Returns rows
     with the KEY of the second shuffle."""
     num_first_partitions: int = 0
@@ -139,9 +138,6 @@ class Executor:
     in_process: bool = False
     """Run everything in threads of this process, without Ray: faster for a log that
     fits into memory."""
-    share_workers: bool = True
-    """Run all tasks in the same worker processes. By default Ray Data starts separate
-    processes for its shuffle."""
     start: Callable[[], None] | None = None
     """Starts Ray; called once, before Ray is first used."""
 
@@ -236,9 +232,9 @@ class Executor:
             rows = rows.map_batches(read, **self._task_options(), **blocks)
             if exchange.first_kernel:
                 rows = rows.repartition(exchange.num_first_partitions, keys=[KEY])
-                rows = rows.map_batches(exchange.first_kernel, **blocks)
-            partitions = exchange.num_partitions + exchange.summaries
-            rows = rows.repartition(partitions, keys=[KEY])
+                rows = rows.map_batches(partial(_run_first_kernel, exchange), **blocks)
+            # the last partition has the summaries
+            rows = rows.repartition(exchange.num_partitions + 1, keys=[KEY])
             rows = rows.map_batches(partial(_run_kernel, exchange), **blocks)
         with _unwrap_user_errors():
             for block in rows.iter_batches(prefetch_batches=0, **blocks):
@@ -256,9 +252,7 @@ class Executor:
 
     def _task_options(self) -> dict[str, Any]:
         """Return the Ray options of every task."""
-        options: dict[str, Any] = (
-            {"runtime_env": SHUFFLE_ENV} if self.share_workers else {}
-        )
+        options: dict[str, Any] = {"runtime_env": SHUFFLE_ENV}
         if self.settings.memory_gb:
             options["memory"] = self.settings.memory_gb * 2**30
         return options
@@ -306,79 +300,81 @@ def _unwrap_user_errors() -> Iterator[None]:
 def _read_rows(exchange: Exchange, reads: pa.Table) -> Iterator[pa.Table]:
     """Yield the rows of reads. A summary becomes a row of one additional partition."""
     for index in reads["read"].to_pylist():
-        schema = None
+        rows = pl.DataFrame()  # the last frame, which a summary follows
         for block in exchange.read(index):
             if isinstance(block, ReadSummary):
-                assert schema is not None, "a summary follows the rows of its read"
-                values = {KEY: exchange.num_partitions, SUMMARY: pickle.dumps(block)}
-                columns = [pa.array([values.get(f.name)], f.type) for f in schema]
-                yield pa.table(columns, schema=schema)
+                key = pl.lit(exchange.num_partitions, pl.Int32).alias(KEY)
+                summary = pl.lit(pickle.dumps(block)).alias(SUMMARY)
+                yield _to_arrow(rows.clear(1).with_columns(key, summary))
                 continue
-            if exchange.summaries:
-                no_summaries = pa.nulls(block.num_rows, pa.binary())
-                block = block.append_column(SUMMARY, no_summaries)
-            schema = block.schema
-            yield block
+            rows = block.with_columns(pl.lit(None, pl.Binary).alias(SUMMARY))
+            yield _to_arrow(rows)
+
+
+def _run_first_kernel(exchange: Exchange, rows: pa.Table) -> pa.Table:
+    """Run the kernel of the preceding shuffle on the rows of one task."""
+    assert exchange.first_kernel is not None
+    return _to_arrow(exchange.first_kernel(pl.DataFrame(rows)))
 
 
 def _run_kernel(exchange: Exchange, rows: pa.Table) -> Iterator[pa.Table]:
     """Yield the pickled kernel result of each partition in the rows of one task."""
-    for partition, part in _split_by_partition(rows):
-        if exchange.summaries:
-            pickled = part[SUMMARY].drop_null()
-            if partition == exchange.num_partitions:
-                yield _build_result_table(pickled.to_pylist())
-                continue
-            part = part.drop_columns([SUMMARY])
-        result = exchange.kernel(*map(fetch, exchange.shared), partition, part)
-        yield _build_result_table([pickle.dumps(result)])
+    for partition, part in split_by_partition(pl.DataFrame(rows)).items():
+        if partition == exchange.num_partitions:
+            results = part[SUMMARY].to_list()
+        else:
+            part = part.drop(SUMMARY, strict=False)
+            result = exchange.kernel(*map(fetch, exchange.shared), partition, part)
+            results = [pickle.dumps(result)]
+        yield _to_arrow(pl.DataFrame({RESULT: results}, {RESULT: pl.Binary}))
 
 
-def _build_result_table(pickled: list[bytes]) -> pa.Table:
-    return pa.table({RESULT: pa.array(pickled, pa.large_binary())})
+def _to_arrow(rows: pl.DataFrame) -> pa.Table:
+    return rows.to_arrow(compat_level=pl.CompatLevel.oldest())
 
 
 def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
     """Run an exchange in threads of this process; yield results and summaries."""
+    shards: dict[int, list[pl.DataFrame]] = defaultdict(list)
 
-    def read(index: int) -> list[pa.Table | ReadSummary]:
-        return list(exchange.read(index))
+    def read(index: int) -> list[dict[int, pl.DataFrame] | ReadSummary]:
+        return [
+            block if isinstance(block, ReadSummary) else split_by_partition(block)
+            for block in exchange.read(index)
+        ]
 
-    def run_kernel(partition_rows: tuple[int, pa.Table]) -> Any:
-        partition, rows = partition_rows
-        return exchange.kernel(*map(fetch, exchange.shared), partition, rows)
+    def add(parts: dict[int, pl.DataFrame]) -> None:
+        for key, rows in parts.items():
+            shards[key].append(rows)
 
-    tables: list[pa.Table] = []
+    def gather(key: int) -> pl.DataFrame:
+        return pl.concat(shards.pop(key), rechunk=True)
+
+    def run_kernel(partition: int) -> Any:
+        shared = map(fetch, exchange.shared)
+        return exchange.kernel(*shared, partition, gather(partition))
+
     for blocks in _map_in_threads(read, range(exchange.num_reads)):
         for block in blocks:
             if isinstance(block, ReadSummary):
                 yield block
             else:
-                tables.append(block)
-    rows = pa.concat_tables(tables)
-    del tables
-    if exchange.first_kernel:
-        threads = rows[KEY].to_numpy() % MAX_THREADS  # thread of each row
-        rows_by_thread = [
-            rows.filter(pa.array(threads == thread)) for thread in np.unique(threads)
-        ]
-        del rows
-        rows = pa.concat_tables(
-            list(_map_in_threads(exchange.first_kernel, rows_by_thread))
+                add(block)
+    if kernel := exchange.first_kernel:
+        results = _map_in_threads(
+            lambda bucket: split_by_partition(kernel(gather(bucket))), sorted(shards)
         )
-    yield from _map_in_threads(run_kernel, _split_by_partition(rows))
+        for parts in list(results):
+            add(parts)
+    yield from _map_in_threads(run_kernel, sorted(shards))
 
 
-def _split_by_partition(rows: pa.Table) -> Iterator[tuple[int, pa.Table]]:
-    """Yield each partition that has rows, with its rows without the column KEY."""
-    key = rows[KEY].to_numpy()
-    partitions = np.flatnonzero(np.bincount(key)).tolist()
-    values = rows.drop_columns([KEY])
-    for partition in partitions:
-        if len(partitions) == 1:
-            yield partition, values
-        else:
-            yield partition, values.filter(pa.array(key == partition))
+def split_by_partition(rows: pl.DataFrame) -> dict[int, pl.DataFrame]:
+    """Return the rows of each partition without the column KEY."""
+    if not rows.height:
+        return {}
+    parts = rows.partition_by(KEY, include_key=False, as_dict=True)
+    return {key: part for (key,), part in parts.items()}
 
 
 def _map_in_threads(

@@ -55,9 +55,6 @@ STATISTICS = "statistics.json"
 TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
 """Names of the tables of any log."""
 
-MAX_SHARED_PARTITIONS = 64
-"""Number of partitions (2 GiB of text) up to which all tasks share worker processes."""
-
 MEMORY_PER_PARTITION = 128 << 20
 """Bytes of memory that this process needs per partition of 32 MiB of text."""
 
@@ -103,12 +100,13 @@ def make_tables(options: PrepareOptions) -> Prepared:
         source, options.input, options.output, settings, existing, start=start_ray
     )
     info, num_items = made.sequences.info, made.items.rows
+    requests = [f"{info.requests[split]:,} {split}" for split in SPLITS]
     print(
         f"\n{pluralize(info.users, 'user')}, {pluralize(num_items, 'item')}, "
         f"{pluralize(info.interactions, 'interaction')}; "
         f"sparsity {1 - info.pairs / (info.users * num_items):.2%}, "
         f"mean length {info.interactions / info.users:.2f}; "
-        f"requests: {join_counts(info.requests)}"
+        f"requests: {', '.join(requests)}"
     )
     print(
         f"made in {time.perf_counter() - began:.1f} s: "
@@ -116,11 +114,6 @@ def make_tables(options: PrepareOptions) -> Prepared:
         f"{options.output}/{STATISTICS}"
     )
     return made
-
-
-def join_counts(counts: dict[str, int]) -> str:
-    """Return the counts of the splits with their names: `10 train, 2 val, 3 test`."""
-    return ", ".join(f"{counts[split]:,} {split}" for split in SPLITS)
 
 
 def prepare(
@@ -174,7 +167,6 @@ def prepare(
         executor = Executor(
             config.ray_data,
             in_process=fits and not names_cluster,
-            share_workers=partitions <= MAX_SHARED_PARTITIONS,
             start=start,
         )
         # a finished run has written its statistics, and its tables fit each other
@@ -201,7 +193,7 @@ def prepare(
         if config.counts_as_of is not None:
             make_counts(run, events, items, config.counts_as_of)
             tables.put_in_place()
-    for line in collect_warnings(events, items, sequences):
+    for line in collect_warnings(items, sequences):
         report(line)
     return Prepared(source, events, items, sequences)
 

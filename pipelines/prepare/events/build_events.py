@@ -17,10 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
 from core.files import join, open_uri
@@ -39,11 +37,12 @@ from pipelines.prepare.executor import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.read import FilePart, split_file
 from pipelines.prepare.reading.rows import (
+    LOG_ROW,
     RejectCounts,
     check_missing,
     common_missing,
     read_events,
-    read_users,
+    read_section,
 )
 from pipelines.prepare.run import Run
 
@@ -219,9 +218,10 @@ def _read_files(
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
         users = None
-        if section := read_users(run.source, run.input, user_files):
-            run.check_rejects(section.rejected, " of the user files")
-            users = section.rows
+        if run.source.users:
+            rows, rejected = read_section(run.source.users, run.input, user_files)
+            run.check_rejects(rejected, " of the user files")
+            users = rows.unique("user_id", keep="first", maintain_order=True)
         written, summaries, stats = exchange_events(
             run, files, partitions, users, earlier
         )
@@ -306,28 +306,6 @@ def _read_files(
 # The rows: read by file, shuffled by user, written by partition.
 
 
-def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
-    """Return the schema of the shuffled rows.
-
-    Strings are not dictionary-encoded, because every shard would carry the dictionary
-    of its whole block: on 1 million events and 32 partitions, encoding took 0.17 s of
-    CPU time and shuffled 75 MB, against 0.07 s and 63 MB without. Encoding all columns
-    except the user ids saved no time.
-
-    Args:
-        source: Mapping of the raw log.
-        log_order: Whether rows have their position in the log (`ties: log_order`).
-    """
-    fields = [
-        field.with_nullable(True)
-        for field in source.schema
-        if field.name not in source.absent_columns
-    ]
-    if log_order:
-        fields.append(pa.field(LOG_PLACE, pa.int64()))
-    return pa.schema([*fields, pa.field(KEY, pa.int32())])
-
-
 @dataclass(frozen=True)
 class PieceSummary:
     """Summary of one piece of a raw file, which its reader sends to the driver."""
@@ -359,12 +337,12 @@ def read_piece(
     source: Log,
     input_uri: str,
     rejects_uri: str,
-    schema: pa.Schema,
+    log_order: bool,
     partitions: int,
     max_rejects: float,
     users: Shared,
     piece_index: int,
-) -> Iterator[pa.Table | ReadSummary]:
+) -> Iterator[pl.DataFrame | ReadSummary]:
     """Yield the rows of one piece with their partition, then its `PieceSummary`.
 
     Rejected rows are written to a part of `rejects`.
@@ -374,7 +352,7 @@ def read_piece(
         source: Mapping of the raw log.
         input_uri: Input folder.
         rejects_uri: Folder of the table `rejects`.
-        schema: Schema of the rows, from `shuffle_schema`.
+        log_order: Whether rows have their position in the log (`ties: log_order`).
         partitions: Number of partitions.
         max_rejects: Maximum share of rejected rows.
         users: Rows of the user files, or None.
@@ -385,27 +363,29 @@ def read_piece(
     num_events = 0
     reject_parts: list[Part] = []
     missing: list[dict[str, str]] = []
+    # hashes are the same in every process
+    partition = pl.col("user_id").hash(seed=0) // 2 % partitions
+    keys = [partition.cast(pl.Int32).alias(KEY)]
+    if log_order:
+        # Values start at 1 << 40, above the positions of events in existing parts.
+        place = pl.col(LOG_ROW) + ((piece_index + 1) << 40)
+        keys.append(place.alias(LOG_PLACE))
     blocks = read_events(source, input_uri, file, fetch(users), piece, piece_index)
     for block in blocks:
         rejected.add(RejectCounts.from_block(block))
         if not piece_index and not num_events:  # the mapping is wrong: stop early
             rejected.check(max(max_rejects, MAX_REJECT_SHARE), " of the first events")
-        if block.rejects.num_rows:
-            reject_parts.append(write_part(rejects_uri, block.rejects))
+        if block.rejects.height:
+            rejects = block.rejects.select(REJECTS.names).to_arrow().cast(REJECTS)
+            reject_parts.append(write_part(rejects_uri, rejects))
         missing.append(block.missing)
-        num_events += block.rows.num_rows
-        # 63-bit hashes that are the same in every process
-        hashes = pl.Series(block.rows["user_id"]).hash(seed=0).to_numpy()
-        partition = (hashes >> np.uint64(1)) % np.uint64(partitions)
-        rows = block.rows.append_column(KEY, pa.array(partition.astype(np.int32)))
-        if LOG_PLACE in schema.names:
-            # Values start at 1 << 40, above the positions of events in existing parts.
-            first = pa.scalar((piece_index + 1) << 40, pa.int64())
-            rows = rows.append_column(LOG_PLACE, pc.add(rows["log_row"], first))
-        yield rows.select(schema.names).cast(schema)
-    # the row of the summary takes its schema from the block before it, and a piece may
-    # have no block
-    yield schema.empty_table()
+        num_events += block.rows.height
+        yield block.rows.with_columns(keys).drop(LOG_ROW)
+    # a summary follows a frame, and a piece may have no block
+    empty = pl.DataFrame(source.schema.empty_table()).with_columns(
+        pl.lit(0, pl.Int64).alias(LOG_ROW)
+    )
+    yield empty.with_columns(keys).drop(LOG_ROW, *source.absent_columns)
     summary = PieceSummary(
         rejected,
         num_events,
@@ -424,7 +404,7 @@ def write_partition(
     existing: dict[int, tuple[Part, PartitionInfo]],
     users: pl.DataFrame | None,
     partition: int,
-    rows: pa.Table,
+    rows: pl.DataFrame,
 ) -> WrittenPartition:
     """Sort the events of a partition, and write its part.
 
@@ -438,42 +418,45 @@ def write_partition(
         partition: Index of the partition.
         rows: Shuffled rows of the partition, in any order.
     """
-    received, old_duplicates = rows.num_rows, 0
+    received, old_duplicates = rows.height, 0
     if partition in existing:
         part, info = existing[partition]
-        names = [
-            "position" if name == LOG_PLACE else name for name in rows.schema.names
-        ]
-        old_rows = read_parquet(join(events_uri, part.path), names).select(names)
-        old_rows = old_rows.rename_columns(rows.schema.names).cast(rows.schema)
-        rows = pa.concat_tables([old_rows, rows])
+        # with `ties: log_order`, the position in the log of earlier events
+        old = pl.DataFrame(read_parquet(join(events_uri, part.path)))
+        old = old.with_columns(pl.col("position").cast(pl.Int64).alias(LOG_PLACE))
+        rows = pl.concat([old.select(rows.columns), rows])
         old_duplicates = 0 if keep_duplicates else info.duplicates
     events, duplicates = order_events(rows, schema, keep_duplicates)
-    user = events["user_id"].combine_chunks()
+    id_type = pa.dictionary(pa.int32(), pa.string())
+    fields = [
+        field.with_type(id_type) if field.name in ("user_id", "item_id") else field
+        for field in schema
+    ]
+    table = events.to_arrow(compat_level=pl.CompatLevel.oldest())
     return WrittenPartition(
-        part=write_part(events_uri, events),
+        part=write_part(events_uri, table.cast(pa.schema(fields)).combine_chunks()),
         info=PartitionInfo(
             partition=partition,
-            first_user=user[0].as_py(),
+            first_user=events["user_id"][0],
             duplicates=duplicates + old_duplicates,
-            matched=_match_users(user, users),
+            matched=_match_users(events["user_id"], users),
         ),
         received=received,
-        stats=part_stats(pl.DataFrame(events), behaviour),
+        stats=part_stats(events, behaviour),
     )
 
 
-def _match_users(user: pa.DictionaryArray, described: pl.DataFrame | None) -> Match:
+def _match_users(user: pl.Series, described: pl.DataFrame | None) -> Match:
     """Count the users of one partition that have a row in the user files."""
     if described is None:
         return Match()
-    ids = pl.Series(user.dictionary)
-    is_matched = ids.is_in(described["user_id"].implode()).to_numpy()
+    ids = user.dtype.categories  # type: ignore[attr-defined]
+    is_matched = ids.is_in(described["user_id"].implode())
     return Match(
         ids=len(is_matched),
-        ids_matched=int(is_matched.sum()),
+        ids_matched=is_matched.sum(),
         events=len(user),
-        events_matched=int(is_matched[user.indices.to_numpy()].sum()),
+        events_matched=is_matched.gather(user.to_physical()).sum(),
         unmatched=ids.filter(~is_matched).head(2).to_list(),
     )
 
@@ -523,7 +506,7 @@ def exchange_events(
             source,
             run.input,
             run.tables.table_uri("rejects"),
-            shuffle_schema(source, run.config.ties == "log_order"),
+            run.config.ties == "log_order",
             partitions,
             run.config.max_rejects,
             shared_users,
@@ -539,7 +522,6 @@ def exchange_events(
         ),
         partitions,
         shared=(shared_users,),
-        summaries=True,
     )
     summaries: dict[int, PieceSummary] = {}
     current, received = dict(existing), 0

@@ -13,16 +13,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from core.splits import DAY_MS, HOUR_MS
 from core.tables import read_parquet
 from pipelines.prepare.executor import Executor
-from pipelines.prepare.reading.rows import MISSING_VALUES
+
+MISSING_VALUES = {"request_id": "", "position": 0}
+"""Values of columns that a log does not have. Other missing columns are null."""
 
 GRAINS_MS = (DAY_MS, 1000, 1)
 """Precisions of times that are detected, coarsest first."""
@@ -52,8 +54,8 @@ def label_columns(behaviour: str | None, is_late: bool = False) -> list[str]:
 
 
 def order_events(
-    table: pa.Table, schema: pa.Schema, keep_duplicates: bool = False
-) -> tuple[pa.Table, int]:
+    events: pl.DataFrame, schema: pa.Schema, keep_duplicates: bool = False
+) -> tuple[pl.DataFrame, int]:
     """Sort the events of one partition and drop exact duplicates.
 
     Events are sorted by (user_id, timestamp_ms, request_id, position, item_id) and then
@@ -65,24 +67,24 @@ def order_events(
     logs, are sorted by other columns.
 
     Args:
-        table: Events in any order; columns that the log does not have may be missing.
+        events: Events in any order; columns that the log does not have may be missing.
         schema: Schema of the result.
         keep_duplicates: Keep events that repeat another event in every column.
 
     Returns:
-        The events, whose ids are dictionary-encoded with sorted dictionaries, and the
-        number of duplicates, whether dropped or kept.
+        The events, whose ids are enums in the order of their text, and the number of
+        duplicates, whether dropped or kept.
     """
     types = pl.DataFrame(schema.empty_table()).schema
-    ids = {name: _encode_by_rank(table[name]) for name in ("user_id", "item_id")}
     missing = {
         name: pl.lit(MISSING_VALUES.get(name), types[name])
         for name in schema.names
-        if name not in table.column_names
+        if name not in events.columns
     }
-    codes = {name: pl.Series(encoded.indices) for name, encoded in ids.items()}
-    key = pl.col("user_id").cast(pl.Int128) * 2**64 + pl.col("timestamp_ms")
-    events = pl.DataFrame(table).with_columns(**codes, **missing)
+    ids = [_to_enum(events[name]) for name in ("user_id", "item_id")]
+    events = events.with_columns(*ids, **missing)
+    time = events["timestamp_ms"]
+    [key] = user_time_keys([(events["user_id"].to_physical(), time)])
     events = events.with_columns(key=key).sort("key")
     is_first = (events["key"].diff() != 0).fill_null(True)
     is_tied = ~(is_first & is_first.shift(-1, fill_value=True))
@@ -100,26 +102,31 @@ def order_events(
     if LOG_PLACE in events.columns:
         rank = pl.int_range(pl.len(), dtype=pl.Int32).over("key")
         events = events.with_columns(position=rank)
-    columns = events.select(schema.names).to_arrow(compat_level=pl.CompatLevel.oldest())
-    for name, encoded in ids.items():
-        values = pa.DictionaryArray.from_arrays(
-            events[name].to_numpy(), encoded.dictionary
-        )
-        columns = columns.set_column(schema.names.index(name), name, values)
-    fields = [
-        field.with_type(columns.schema.field(field.name).type) for field in schema
+    return events.select(schema.names), duplicates
+
+
+def user_time_keys(columns: list[tuple[pl.Series, pl.Series]]) -> list[pl.Series]:
+    """Return integers that sort like pairs of a user and a time, in all columns."""
+    lows: list[Any] = [time.min() for _, time in columns if len(time)]
+    highs: list[Any] = [time.max() for _, time in columns if len(time)]
+    users: list[Any] = [user.max() for user, _ in columns if len(user)]
+    first = min(lows, default=0)
+    span = max(highs, default=0) - first + 1
+    kind = pl.Int64 if (max(users, default=0) + 1) * span < 2**63 else pl.Int128
+    return [
+        user.cast(kind) * span + (time.cast(kind) - first) for user, time in columns
     ]
-    return columns.cast(pa.schema(fields)).combine_chunks(), duplicates
 
 
-def _encode_by_rank(strings: pa.ChunkedArray) -> pa.DictionaryArray:
-    """Encode strings by the rank of their value."""
-    encoded = strings.combine_chunks().dictionary_encode()
-    order = pc.sort_indices(encoded.dictionary)
-    rank = np.empty(len(order), dtype=np.int32)
-    rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
-    codes = rank[encoded.indices.to_numpy()]
-    return pa.DictionaryArray.from_arrays(codes, encoded.dictionary.take(order))
+def _to_enum(strings: pl.Series) -> pl.Series:
+    """Return strings as an enum of their sorted values."""
+    # Arrow encodes in one pass, which takes polars a pass for the values and another
+    encoded = strings.to_arrow().dictionary_encode()
+    values = pl.Series(encoded.dictionary)
+    order = values.arg_sort()
+    rank = pl.Series(order.arg_sort(), dtype=pl.UInt32)
+    codes = rank.gather(pl.Series(encoded.indices).cast(pl.UInt32))
+    return codes.cat.to(pl.Enum(values.gather(order))).alias(strings.name)
 
 
 @dataclass(frozen=True)

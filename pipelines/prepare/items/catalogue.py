@@ -70,10 +70,9 @@ def make_items(
     metadata = pl.DataFrame(schema={"item_id": pl.String})
     left_out = 0
     if source.items:
-        section = read_section(source.items, run.input, files)
-        run.check_rejects(section.rejected, " of the item files")
-        metadata = section.rows
-        left_out = section.rejected.left_out
+        metadata, rejected = read_section(source.items, run.input, files)
+        run.check_rejects(rejected, " of the item files")
+        left_out = rejected.left_out
     elif source.texts:
         metadata = _read_texts(run, events, split)
     keeps_all = source.items is not None and source.items.keep == "all"

@@ -17,12 +17,6 @@ from core.splits import SPLITS
 from core.tables import Table
 from pipelines.prepare.kinds.registry import KINDS
 
-MIN_REQUESTS = 30
-"""Number of requests below which the metrics of a split are considered noise."""
-
-MAX_DUPLICATES = 0.01
-"""Share of duplicate events above which a warning is printed."""
-
 
 def summarise(
     events: Table[EventsInfo],
@@ -79,18 +73,11 @@ def summarise(
 
 
 def collect_warnings(
-    events: Table[EventsInfo],
-    items: Table[ItemsInfo],
-    sequences: Table[SequencesInfo],
+    items: Table[ItemsInfo], sequences: Table[SequencesInfo]
 ) -> list[str]:
     """Return the warnings about the tables with these manifests."""
     info = sequences.info
     lines = []
-    duplicates = events.info.duplicates
-    # Equal events at one millisecond are one event that was logged twice.
-    is_coarse = not events.info.log.clock or events.info.grain_ms > 1
-    if is_coarse and duplicates > MAX_DUPLICATES * (events.rows + duplicates):
-        lines.append(f"{duplicates:,} equal events were dropped (duplicates: drop)")
     if items.info.metadata_differ:
         lines.append(
             f"{items.info.metadata_differ:,} rows of the item files differ from the "
@@ -102,15 +89,11 @@ def collect_warnings(
             f"{info.truncated_users:,} users, over max_events "
             f"{info.max_events:,}, were dropped"
         )
-    lines += KINDS[info.kind].warn(info)
     tied = getattr(info, "tied_targets", {})
     for name in SPLITS[1:]:
-        requests = info.requests[name]
-        if requests < MIN_REQUESTS:
-            lines.append(f"there are only {requests:,} {name} requests")
         if tied.get(name):
             lines.append(
-                f"{tied[name]:,} of {requests:,} {name} requests have the time of "
-                f"another of their user; a hash decides which is held out"
+                f"{tied[name]:,} {name} requests have the time of another of their "
+                f"user; a hash decides which is held out"
             )
     return [f"warning: {line}" for line in lines]

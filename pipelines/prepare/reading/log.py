@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from core.errors import UserError
-from core.files import join
 from core.options import build, changed, read_yaml
 from core.schemas import LogInfo, events_schema, items_schema
 from pipelines.prepare.reading.read import Files, check_condition, check_sql, list_files
@@ -490,19 +488,9 @@ class Log(Files):
         """Return the event files relative to the input folder, sorted."""
         sections = [self.items, self.users, *self.timed.values()]
         patterns = {section.files for section in sections if section} - {self.files}
-        files = list_files(
+        return list_files(
             input_uri, self.files, required=True, what="event file", exclude=patterns
         )
-        formats = {}
-        if len({PurePosixPath(file).suffix for file in files}) > 1:
-            formats = {self.detect_format(join(input_uri, f)): f for f in files}
-        if len(formats) > 1:
-            examples = [f"{name} ({file})" for name, file in formats.items()]
-            raise UserError(
-                f"{input_uri} has events as {' and as '.join(examples)}, which may be "
-                f"the same"
-            )
-        return files
 
     def item_files(self, input_uri: str) -> list[str]:
         """Return the item files relative to the input folder, sorted."""

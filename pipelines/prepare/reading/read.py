@@ -846,7 +846,7 @@ def _parse_json_lines(
         rows = _read_ndjson("\n".join(valid).encode())
     columns, missing = select_columns(expressions, rows.columns)
     numbers = _row_numbers(len(rows), broken) + row
-    rows = rows.select(columns).with_columns(pl.Series(ROW, numbers, pl.Int64))
+    rows = rows.with_columns(pl.Series(ROW, numbers, pl.Int64)).select(*columns, ROW)
     broken = [(number + row, reason, line) for number, reason, line in broken]
     return ParsedRows(rows, broken, missing), len(numbers) + len(broken)
 

@@ -17,11 +17,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 from urllib.parse import unquote
 
 import polars as pl
-import pyarrow as pa
 
 from core.errors import MAX_REASON_CHARS, UserError, pluralize
 from core.files import join
@@ -40,23 +38,17 @@ from pipelines.prepare.reading.read import (
 )
 from pipelines.prepare.reading.times import Time, parse_times
 
-LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
-MISSING_VALUES = {"request_id": "", "position": 0}
-"""Values of columns that a log does not have. Other missing columns are null."""
+LOG_ROW = "log_row"
+"""Column with the number of an event in its piece, after lists are exploded."""
+NO_REJECTS = pl.DataFrame(REJECTS.empty_table())
 # temporary columns of a frame while lists are exploded
-ELEMENT, REQUEST, UNEQUAL, LIST = "__element", "__request", "__unequal", "__list"
+ELEMENT, UNEQUAL, LIST = "__element", "__unequal", "__list"
 MAX_EXPLODED_ROWS = 1 << 18
 """Approximate maximum number of rows per block after lists are exploded."""
 MAX_INT32 = 2**31 - 1
 MAX_EVALUATIONS = 2000
 """Maximum number of evaluations of an expression to locate unreadable values."""
 VALUE, READ = "__value", "__read"
-WORD = r"[^{}\[\]\":,\s\\]+"
-"""Regex of text without blanks, backslashes or structural characters of JSON."""
-PLAIN_LIST = rf'^\{{"x":\[(?:"{WORD}"(?:,"{WORD}")*|[-+.\deE]+(?:,[-+.\deE]+)*)?\]\}}$'
-"""Regex of the JSON of a list of words, or of a list of numbers."""
-TEXT_WITH_POINT = r'"[^"]*\d\.0'
-"""Regex of JSON with a text such as v1.0, which is not a whole number."""
 Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
 """Values by name, and pairs of a mask of unreadable rows and a reason."""
 
@@ -65,9 +57,9 @@ Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
 class Block:
     """A bounded number of rows of a raw log, or of the files of a section."""
 
-    rows: pa.Table
-    """Valid rows."""
-    rejects: pa.Table
+    rows: pl.DataFrame
+    """Valid rows, with the columns that the log has."""
+    rejects: pl.DataFrame
     """Rejected rows and unparsable lines, in the schema `REJECTS`."""
     rows_read: int
     """Number of valid and rejected rows, after lists are exploded."""
@@ -92,12 +84,9 @@ class RejectCounts:
     @classmethod
     def from_block(cls, block: Block) -> RejectCounts:
         """Count the rejects of a block."""
-        reasons = Counter(block.rejects["reason"].to_pylist())
+        reasons = Counter(block.rejects["reason"])
         counts = cls(block.rows_read, reasons, left_out=block.left_out)
-        if not counts.reasons:
-            return counts
-        rejects = pl.DataFrame(block.rejects)
-        first = rejects.unique("reason", keep="first", maintain_order=True)
+        first = block.rejects.unique("reason", keep="first", maintain_order=True)
         for row in first.to_dicts():
             piece = f" of the piece at {row['piece']:,}" if row["piece"] else ""
             counts.examples[row["reason"]] = (
@@ -172,8 +161,8 @@ def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
 class Rows:
     """Rows of a frame that are converted column by column.
 
-    Each method stores one column of the table in `values`, and appends a series of
-    reasons to `reasons` if it rejects rows.
+    Each method converts one column of `values`, and appends a series of reasons to
+    `reasons` if it rejects rows.
     """
 
     def __init__(
@@ -187,11 +176,14 @@ class Rows:
             uri: File, for messages.
         """
         self.raw, self.expressions, self.uri = raw, dict(expressions), uri
-        self.evaluated, unreadable = evaluate(raw, expressions, uri)
-        self.values: dict[str, pl.Series] = {}
+        self.values, unreadable = evaluate(raw, expressions, uri)
         self.reasons: list[pl.Series] = []
         for mask, reason in unreadable:
             self.reject(mask, reason)
+
+    def store(self, target: str, values: pl.Series) -> None:
+        """Set a column."""
+        self.values = self.values.with_columns(values.alias(target))
 
     def reject(self, mask: pl.Series, reason: str) -> None:
         """Reject the rows at which the mask is true."""
@@ -199,15 +191,15 @@ class Rows:
             self.reasons.append(choose(mask, pl.lit(reason)))
 
     def _type_error(self, target: str, expected: str) -> UserError:
-        text, kind = self.expressions[target], self.evaluated[target].dtype
+        text, kind = self.expressions[target], self.values[target].dtype
         return UserError(f"{self.uri}: '{text}' is {kind}, not {expected}")
 
     def _get_numbers(self, target: str, expected: str) -> pl.Series:
         """Return values that are text, bools, numbers or null."""
-        kind = self.evaluated[target].dtype
+        kind = self.values[target].dtype
         if kind not in (pl.String, pl.Boolean, pl.Null) and not kind.is_numeric():
             raise self._type_error(target, expected)
-        return self.evaluated[target]
+        return self.values[target]
 
     def parse_ids(self, target: str, missing: str = "missing") -> None:
         """Store a column as ids; texts such as nan and null count as missing.
@@ -216,11 +208,11 @@ class Rows:
             target: Column to store.
             missing: Reason for rejecting rows without an id.
         """
-        values, what = self.evaluated[target], self.expressions[target]
+        values, what = self.values[target], self.expressions[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
             raise self._type_error(target, "text or integers")
         ids = clean_ids(values)
-        self.values[target] = ids
+        self.store(target, ids)
         if ids.null_count():
             blank = values.is_null()
             if values.dtype == pl.String:
@@ -232,20 +224,29 @@ class Rows:
                 f"no text",
             )
 
+    def hash_requests(self) -> None:
+        """Store a request id per row of the file: a hash of user, times and items."""
+        columns = ["user_id", "timestamp_ms", "position", "item_id"]
+        event = pl.concat_str(columns, separator=" ", ignore_nulls=True).hash(seed=0)
+        request = event.bitwise_xor().over("raw").cast(pl.String)
+        values = self.values.with_columns(raw=self.raw[ROW]).select(request)
+        self.store("request_id", values.to_series())
+
     def parse_text(self, target: str) -> None:
         """Store a column as text; empty text becomes null.
 
-        Lists are joined by blanks. In a column `cat_*`, a list with a blank in an
-        element becomes JSON, so that different lists remain different. Columns
-        `text_*` are stripped.
+        Lists are joined by blanks. In a column `cat_*`, the elements of a list with a
+        blank in an element are quoted, so that different lists remain different.
+        Columns `text_*` are stripped.
         """
-        values = self.evaluated[target]
+        values = self.values[target]
         if isinstance(values.dtype, pl.List):
             lists = values.cast(pl.List(pl.String))
             values = lists.list.join(" ", ignore_nulls=True)
             if target.startswith("cat_"):
                 has_blank = lists.list.eval(pl.element().str.contains(r"\s")).list.any()
-                values = choose(has_blank, as_text(lists), values)
+                quoted = '["' + lists.list.join('", "', ignore_nulls=True) + '"]'
+                values = choose(has_blank, quoted, values)
         elif values.dtype.is_nested() or values.dtype == pl.Binary:
             raise self._type_error(target, "text")
         if values.dtype.is_float():
@@ -253,7 +254,7 @@ class Rows:
         values = values.cast(pl.String)
         if target.startswith("text_"):
             values = values.str.strip_chars()
-        self.values[target] = choose(values != "", values)
+        self.store(target, choose(values != "", values))
 
     def parse_time(
         self, target: str, time: Time, piece_index: int = 0, *, past: bool = False
@@ -269,14 +270,15 @@ class Rows:
             past: Whether to reject times in the future.
         """
         if time.column is None:
-            self.values[target] = self.raw[ROW] + (piece_index << 40)
+            self.store(target, self.raw[ROW] + (piece_index << 40))
             return
         try:
-            self.values[target], reason = parse_times(
-                self.evaluated[target], time, time.column, past=past
+            moments, reason = parse_times(
+                self.values[target], time, time.column, past=past
             )
         except TypeError:
             raise self._type_error(target, f"times as {time.notation}") from None
+        self.store(target, moments)
         if reason.null_count() < len(reason):
             self.reasons.append(reason)
 
@@ -297,7 +299,7 @@ class Rows:
             known_ms = event_time + round((delay_minutes or 0) * 60_000)
         else:
             known_ms, reason = parse_times(
-                self.evaluated[target], time, str(time.column), past=True
+                self.values[target], time, str(time.column), past=True
             )
             named_reason = reason + f" (time of the label {name})"
             self.reasons.append(choose(is_set.fill_null(False), named_reason))
@@ -305,7 +307,7 @@ class Rows:
             self.reject(
                 is_early, f"{time.column}: before its event, check labels.{name}.time"
             )
-        self.values[target] = choose(is_set, known_ms)
+        self.store(target, choose(is_set, known_ms))
 
     def parse_integer(self, target: str) -> None:
         """Store a column as int32; rows without a non-negative integer are rejected."""
@@ -319,7 +321,7 @@ class Rows:
             ((number < 0) | (number > MAX_INT32)).fill_null(False),
             f"{what}: negative, or more than int32 holds",
         )
-        self.values[target] = number.cast(pl.Int32, strict=False)
+        self.store(target, number.cast(pl.Int32, strict=False))
 
     def parse_number(self, target: str, span: list[float] | None = None) -> None:
         """Store a column as float32; missing values are null.
@@ -337,7 +339,7 @@ class Rows:
             values = values.str.strip_chars()
             values = choose(values != "", values)
         number = values.cast(pl.Float32, strict=False)
-        self.values[target] = number
+        self.store(target, number)
         self.reject(
             values.is_not_null() & number.is_null(),
             f"{what}: not a number, which try_cast({what} as double) makes missing",
@@ -359,7 +361,7 @@ class Rows:
         what = self.expressions[target]
         values = self._get_numbers(target, "0, 1, true or false")
         if values.dtype in (pl.Boolean, pl.Null):
-            self.values[target] = values.cast(pl.Boolean)
+            self.store(target, values.cast(pl.Boolean))
             return
         text = values.cast(pl.String).str.to_lowercase()
         is_true = text.is_in(["1", "true", "1.0"])
@@ -368,43 +370,40 @@ class Rows:
             ~is_bool & text.is_not_null() & (text != ""),
             f"{what}: not a bool, compare it, such as cast({what} as double) > 0",
         )
-        self.values[target] = choose(is_bool, is_true)
+        self.store(target, choose(is_bool, is_true))
 
     def join(self, users: pl.DataFrame | None) -> None:
         """Store the attributes of each row's user, from the rows of the user files."""
         if users is not None:
-            ids = self.values["user_id"].to_frame("user_id")
-            joined = ids.join(users, on="user_id", how="left", maintain_order="left")
-            self.values |= {name: joined[name] for name in users.columns[1:]}
+            self.values = self.values.join(
+                users, on="user_id", how="left", maintain_order="left"
+            )
 
     def block(
         self,
         frame: ParsedRows,
         file: str,
         piece: FilePart | None,
-        schema: pa.Schema,
-        unset: dict[str, Any] | None = None,
+        types: pl.Schema,
     ) -> Block:
-        """Return the valid rows as a table, and the rejects.
+        """Return the valid rows, and the rejects.
 
         Args:
             frame: Frame of the rows, whose broken lines are rejects too.
             file: File, for the rejects.
             piece: Part of the file, or None.
-            schema: Schema of the table.
-            unset: Values of columns that the log does not have, by default null.
+            types: Types of the columns by name; those that the log lacks are left out.
         """
-        defaults = {name: pl.lit(value) for name, value in (unset or {}).items()}
-        values = {
-            f.name: self.values.get(f.name, defaults.get(f.name, pl.lit(None)))
-            for f in schema
-        }
-        table = self.raw.select(ROW).with_columns(**values).select(schema.names)
-        broken = [
-            (row, why, json.dumps({"line": line})) for row, why, line in frame.broken
-        ]
-        columns = {"row": pl.Int64, "reason": pl.String, "source": pl.String}
-        rejects = pl.DataFrame(broken, columns, orient="row")
+        present = [name for name in types if name in self.values.columns]
+        valid = self.values.select(pl.col(name).cast(types[name]) for name in present)
+        num_rows, rejects = len(self.raw) + len(frame.broken), NO_REJECTS
+        columns = ["row", "reason", "source"]
+        if frame.broken:
+            broken = [
+                (row, why, json.dumps({"line": x})) for row, why, x in frame.broken
+            ]
+            lines = pl.DataFrame(broken, columns, orient="row")
+            rejects = pl.concat([rejects, lines], how="diagonal_relaxed")
         if self.reasons:
             reason = pl.select(pl.coalesce(self.reasons)).to_series()
             is_rejected = reason.is_not_null()
@@ -415,17 +414,11 @@ class Rows:
                 reason.filter(is_rejected).alias("reason"),
                 source.str.slice(0, MAX_QUOTED_CHARS).alias("source"),
             )
-            rejects = pl.concat([rejects, rows])
-            table = table.filter(~is_rejected)
+            rejects = pl.concat([rejects, rows], how="diagonal_relaxed")
+            valid = valid.filter(~is_rejected)
         start = pl.lit(piece.start if piece else 0, pl.Int64)
         rejects = rejects.with_columns(file=pl.lit(file), piece=start)
-        return Block(
-            table.to_arrow().cast(schema),
-            rejects.select(REJECTS.names).to_arrow().cast(REJECTS),
-            len(self.raw) + len(frame.broken),
-            frame.missing,
-            frame.left_out,
-        )
+        return Block(valid, rejects, num_rows, frame.missing, frame.left_out)
 
 
 def take_rows(frame: ParsedRows, condition: str | None, uri: str) -> ParsedRows:
@@ -504,57 +497,6 @@ def clean_ids(values: pl.Series) -> pl.Series:
     cleaned = {value: clean_id(value) for value in unclean.unique().to_list()}
     replaced = unclean.replace_strict(cleaned, return_dtype=pl.String)
     return text.scatter(is_unclean.arg_true(), replaced)
-
-
-def as_text(values: pl.Series) -> pl.Series:
-    """Convert values of any type to text, so that only equal values have equal texts.
-
-    1, 1.0 and, within a list, "1" are equal values. A null field of a struct is equal
-    to a missing field. Nested values become JSON, except lists of numbers or of words
-    without blanks and characters of JSON, whose elements are joined by blanks.
-    """
-    if values.dtype.is_temporal():
-        return values.cast(pl.String).fill_null("")
-    if not values.dtype.is_nested():
-        return clean_ids(values).fill_null("")
-    encoded = pl.DataFrame({"x": values}).select(pl.struct("x").struct.json_encode())
-    text = encoded.to_series()
-    plain = text.str.contains(PLAIN_LIST) & ~text.str.contains(TEXT_WITH_POINT)
-    words = text.str.replace_all(r"(\d)\.0+\b", "$1").str.replace_all(
-        r'[{}\[\]":,]+', " "
-    )
-    canonical = {
-        value: _canonical_text(value) for value in text.filter(~plain).unique()
-    }
-    nested = text.replace_strict(canonical, default=None, return_dtype=pl.String)
-    return choose(plain, words, nested)
-
-
-def _canonical_text(encoded: str) -> str:
-    """Return the canonical text of a value that is encoded as JSON of {"x": value}."""
-    value = _stringify_leaves(json.loads(encoded).get("x"))
-    if value is None:
-        return " "
-    words = all(isinstance(word, str) and re.fullmatch(WORD, word) for word in value)
-    if isinstance(value, list) and words:
-        return " ".join([" x", *value, ""])
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)
-
-
-def _stringify_leaves(value: Any) -> Any:
-    """Convert the leaves of a nested value to text, and drop fields that are null."""
-    if isinstance(value, dict):
-        return {
-            key: _stringify_leaves(inner)
-            for key, inner in value.items()
-            if inner is not None
-        }
-    if isinstance(value, list):
-        return [_stringify_leaves(inner) for inner in value]
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else json.dumps(value)
-    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
 
 
 def evaluate_list(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
@@ -668,45 +610,31 @@ def _to_expression(text: str, columns: list[str]) -> pl.Expr:
     return pl.col(text) if text in columns else parse_sql(text)
 
 
-@dataclass(frozen=True)
-class SectionRows:
-    """The valid rows of the files of a section."""
-
-    rows: pl.DataFrame
-    rejected: RejectCounts
-
-
-def read_section(section: Section, input_uri: str, files: list[str]) -> SectionRows:
+def read_section(
+    section: Section, input_uri: str, files: list[str]
+) -> tuple[pl.DataFrame, RejectCounts]:
     """Read files of a section, given relative to the input folder, in their order."""
     blocks = [pl.DataFrame(section.schema.empty_table())]
     missing: list[dict[str, str]] = []
     rejected = RejectCounts()
     for file in files:
         for block in read_section_file(section, input_uri, file):
-            blocks.append(pl.DataFrame(block.rows))
+            blocks.append(block.rows)
             rejected.add(RejectCounts.from_block(block))
             missing.append(block.missing)
     check_missing(common_missing(missing), section.key.removesuffix("_id"), input_uri)
-    return SectionRows(pl.concat(blocks), rejected)
-
-
-def read_users(log: Log, input_uri: str, files: list[str]) -> SectionRows | None:
-    """Read user files, with one row per user; None if the log has none."""
-    if log.users is None:
-        return None
-    read = read_section(log.users, input_uri, files)
-    rows = read.rows.unique("user_id", keep="first", maintain_order=True)
-    return replace(read, rows=rows)
+    return pl.concat(blocks), rejected
 
 
 def read_section_file(section: Section, input_uri: str, file: str) -> Iterator[Block]:
     """Yield the rows of a file of a section in blocks."""
     uri = join(input_uri, file)
+    types = pl.DataFrame(section.schema.empty_table()).schema
     texts = [*section.columns.values(), *filter(None, [section.where])]
     for frame in read_frames(uri, section, texts):
         frame = take_rows(frame, section.where, uri)
         rows = Rows(frame.with_missing, section.columns, uri)
-        for name in section.schema.names:
+        for name in types:
             if name in ("user_id", "item_id"):
                 rows.parse_ids(name)
             elif isinstance(section, AsOf | Session) and name == "timestamp_ms":
@@ -715,7 +643,7 @@ def read_section_file(section: Section, input_uri: str, file: str) -> Iterator[B
                 rows.parse_number(name)
             else:
                 rows.parse_text(name)
-        yield rows.block(frame, file, None, section.schema)
+        yield rows.block(frame, file, None, types)
 
 
 def read_events(
@@ -740,7 +668,9 @@ def read_events(
         piece_index: Index of the piece in the log, for times that are the
             order of rows.
     """
-    uri, schema = join(input_uri, file), log.schema.append(LOG_ROW)
+    uri = join(input_uri, file)
+    types = pl.DataFrame(log.schema.empty_table()).schema
+    types[LOG_ROW] = pl.Int64()
     parser = EventParser(log, uri, users, piece_index)
     # values of columns in the names of folders, such as `country=se`
     named = [folder.partition("=") for folder in file.split("/")[:-1]]
@@ -772,8 +702,8 @@ def read_events(
         rows = frame.rows
         for events in parser.parse(rows):
             end_row = first_row + len(events.raw)
-            events.values["log_row"] = pl.int_range(first_row, end_row, eager=True)
-            yield events.block(frame, file, piece, schema, MISSING_VALUES)
+            events.store(LOG_ROW, pl.int_range(first_row, end_row, eager=True))
+            yield events.block(frame, file, piece, types)
             first_row = end_row
             # broken and left out rows are counted with the first block of the frame
             frame = replace(frame, broken=[], left_out=0)
@@ -809,14 +739,15 @@ class EventParser:
         rows.parse_ids("user_id")
         if log.explode:
             rows.reject(piece[UNEQUAL], f"{log.item}: lists of unequal length")
-            rows.values["request_id"] = piece[REQUEST]
-            rows.values["position"] = piece[ELEMENT].fill_null(0).cast(pl.Int32)
+            rows.store("position", piece[ELEMENT].fill_null(0).cast(pl.Int32))
         rows.parse_ids("item_id")
         rows.parse_time("timestamp_ms", log.event_time, self.piece_index, past=True)
         if log.query:
             rows.parse_text("query")
         if log.request:
             rows.parse_ids("request_id")
+        elif log.explode:
+            rows.hash_requests()
         if log.position:
             rows.parse_integer("position")
         for name, label in log.labels.items():
@@ -836,7 +767,7 @@ class EventParser:
         return rows
 
     def _add_lists(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Add the lists to explode, their elements' positions, and request ids."""
+        """Add the lists to explode, and their elements' positions."""
         lists = {
             name: evaluate_list(rows, text, f"explode.{name}", self.uri)
             for name, text in self.log.explode.items()
@@ -848,15 +779,11 @@ class EventParser:
         first_length = lengths.to_series(0)
         is_usable = ~is_unequal.to_series() & (first_length > 0)
         positions = pl.int_ranges(0, first_length, dtype=pl.Int32, eager=True)
-        names = sorted(name for name in rows.columns if name != ROW)
-        content = pl.DataFrame([as_text(rows[name]).alias(name) for name in names])
-        request = content.hash_rows(seed=0).map_elements("{:016x}".format, pl.String)
         usable = {
             name: pl.when(is_usable).then(values)
             for name, values in {**lists, ELEMENT: positions}.items()
         }
-        extra = {REQUEST: request, UNEQUAL: is_unequal.to_series()}
-        return rows.with_columns(**usable, **extra)
+        return rows.with_columns(**usable, **{UNEQUAL: is_unequal.to_series()})
 
     def _parse_sequences(self, rows: pl.DataFrame, sequence: str) -> Iterator[Rows]:
         """Yield the rows of events from lists of items, one row per item."""
@@ -880,6 +807,6 @@ class EventParser:
                 "missing or empty; of text with blanks in a row split "
                 "regexp_replace(..., '\\s+', ' ')",
             )
-            events.values["timestamp_ms"] = piece[ELEMENT].fill_null(0)
+            events.store("timestamp_ms", piece[ELEMENT].fill_null(0))
             events.join(self.users)
             yield events

@@ -197,16 +197,12 @@ def _parse_text(text: pl.Series, time: Time) -> pl.Series:
 
 
 def _parse_number_text(text: pl.Series, time: Time) -> pl.Series:
-    """Parse texts as integers, then decimals, then floats (for clock times)."""
-    kinds: list[pl.DataType] = [pl.Decimal(38, 9)]
-    if time.has_clock_times:
-        kinds.append(pl.Float64())
+    """Parse texts as integers, then as floats."""
     parsed = _parse_numbers(text.cast(pl.Int64, strict=False), time)
-    for kind in kinds:
-        is_open = parsed.is_null() & text.is_not_null()
-        if is_open.any():
-            numbers = text.filter(is_open).cast(kind, strict=False)
-            parsed = parsed.scatter(is_open.arg_true(), _parse_numbers(numbers, time))
+    is_open = parsed.is_null() & text.is_not_null()
+    if is_open.any():
+        numbers = text.filter(is_open).cast(pl.Float64, strict=False)
+        parsed = parsed.scatter(is_open.arg_true(), _parse_numbers(numbers, time))
     return parsed
 
 
@@ -239,16 +235,10 @@ def _parse_numbers(number: pl.Series, time: Time) -> pl.Series:
             return number // divisor
         # clipping avoids an overflow and leaves the number out of the valid range
         return number.clip(-MAX_TIME_MS, MAX_TIME_MS) * factor
-    if number.dtype.is_decimal():
-        scale = pl.Series([factor]).cast(pl.Decimal(38, 0))
-        number = number.cast(pl.Decimal(38, 9)) * scale
-        whole = number.cast(pl.Int128, strict=False).cast(pl.Int64, strict=False)
-        parsed = whole // divisor
-    else:
-        number = number.cast(pl.Float64)
-        number = pl.select(pl.when(number.is_finite()).then(number)).to_series()
-        micros = (number * (1000 * factor / divisor)).round(0)
-        parsed = (micros // 1000).cast(pl.Int64, strict=False)
+    number = number.cast(pl.Float64)
+    number = pl.select(pl.when(number.is_finite()).then(number)).to_series()
+    micros = (number * (1000 * factor / divisor)).round(0)
+    parsed = (micros // 1000).cast(pl.Int64, strict=False)
     if time.has_clock_times:
         return parsed
     is_whole = number == parsed.cast(number.dtype)

@@ -38,13 +38,13 @@ def make_timed_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
         if table := run.tables.find_finished(AsOfInfo, settings, {}, stamps, name):
             tables[name] = table
             continue
-        read = read_section(section, run.input, files)
-        run.check_rejects(read.rejected, f" of {name}")
-        if not read.rows.height:
+        rows, rejected = read_section(section, run.input, files)
+        run.check_rejects(rejected, f" of {name}")
+        if not rows.height:
             raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
         ids = [key for key in ("user_id", "item_id") if key in section.columns]
         keys = [*ids, "timestamp_ms"]
-        rows = read.rows.sort(keys, maintain_order=True)
+        rows = rows.sort(keys, maintain_order=True)
         last = rows.unique(keys, keep="last", maintain_order=True)
         schema, uri = section.schema, run.tables.table_uri(name)
         part = write_part(uri, last.to_arrow().cast(schema))

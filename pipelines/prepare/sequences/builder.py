@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -35,7 +36,11 @@ from core.schemas import (
 )
 from core.splits import SPLITS
 from core.tables import Part, Table, write_part
-from pipelines.prepare.events.parts import is_behaviour, read_events
+from pipelines.prepare.events.parts import (
+    is_behaviour,
+    read_events,
+    user_time_keys,
+)
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.as_of import (
@@ -135,15 +140,6 @@ class SequenceBuilder(ABC):
     def draw_log(settings: Any) -> Any:
         """Draw a simulated log of the kind."""
 
-    @staticmethod
-    def warn(info: Any) -> Iterator[str]:
-        """Yield warnings about valid tables that only this kind has.
-
-        Args:
-            info: Info of the sequences.
-        """
-        yield from ()
-
     @property
     @abstractmethod
     def columns(self) -> list[str]:
@@ -191,7 +187,7 @@ class SequenceBuilder(ABC):
         return events
 
     def add_features(
-        self, events: pl.DataFrame, counted: pa.Table | None
+        self, events: pl.DataFrame, counted: pl.DataFrame | None
     ) -> pl.DataFrame:
         """Add the column `features`; `counted` is for `KeyCounter.gather`."""
         return events
@@ -264,11 +260,15 @@ class SequenceBuilder(ABC):
         self, requests: pl.DataFrame, behaviours: pl.DataFrame
     ) -> pl.DataFrame:
         """Add `history_end`, the number of behaviours known before each request."""
-        # user and time in one sorted integer, whatever the unit of the time
-        key = pl.col("user").cast(pl.Int128) * 2**64
-        known = behaviours.select(key + pl.col("known")).to_series()
-        time = requests.select(key + pl.col("timestamp_ms")).to_series()
-        begin = behaviours["user"].search_sorted(requests["user"], side="left")
+        known, time = user_time_keys(
+            [
+                (behaviours["user"], behaviours["known"]),
+                (requests["user"], requests["timestamp_ms"]),
+            ]
+        )
+        runs = requests["user"].rle().struct.unnest()
+        starts = behaviours["user"].search_sorted(runs["value"], side="left")
+        begin = np.repeat(starts.to_numpy(), runs["len"].to_numpy())
         num_known = known.search_sorted(time, side="left") - begin
         return requests.with_columns(history_end=num_known.cast(pl.Int32))
 
@@ -279,7 +279,10 @@ class SequenceBuilder(ABC):
         return None
 
     def build(
-        self, events: pl.DataFrame, lookups: Lookups, counted: pa.Table | None = None
+        self,
+        events: pl.DataFrame,
+        lookups: Lookups,
+        counted: pl.DataFrame | None = None,
     ) -> BuiltPart:
         """Build the sequences of one events part.
 
@@ -301,7 +304,8 @@ class SequenceBuilder(ABC):
         if not requests.height:
             return BuiltPart(self.output.empty_table(), count)
         users = requests["user"].unique()
-        behaviours = behaviours.filter(pl.col("user").is_in(users.implode()))
+        if len(users) < behaviours["user"].n_unique():
+            behaviours = behaviours.filter(pl.col("user").is_in(users.implode()))
         # leave-last-out breaks ties between equal times by a hash
         hashes_ties, split = self.config.ties == "strict", self.split
         requests = assign_splits(requests, split, hashes_ties=hashes_ties)
@@ -353,16 +357,6 @@ class SequenceBuilder(ABC):
     @abstractmethod
     def describe(self, run: Run, built: BuiltTable) -> dict[str, Any]:
         """Return the fields that `info_class` adds to `SequencesInfo`."""
-
-    def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
-        """Report the sizes of the table, and counts of dropped events and requests.
-
-        Args:
-            run: Log, settings and tables of this call of `prepare`.
-            sequences: The table.
-            seconds: Duration of the step.
-        """
-        run.report(f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s")
 
 
 def make_sequences(
@@ -453,7 +447,14 @@ def make_sequences(
         inputs,
         info,
     )
-    builder.report(run, sequences, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    run.report(f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s")
+    for name in builder.statistics:
+        value = getattr(info, name)
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {count}" for key, count in value.items())
+        if value:
+            run.report(f"  {name}: {value}")
     return sequences
 
 
@@ -462,7 +463,7 @@ def _build_and_write(
     builder: SequenceBuilder,
     lookups: Lookups,
     uri: str,
-    counted: pa.Table | None = None,
+    counted: pl.DataFrame | None = None,
 ) -> BuiltPart:
     """Build and write the sequences of an events part, and return their statistics."""
     built = builder.build(read_events(uri, builder.columns), lookups, counted)

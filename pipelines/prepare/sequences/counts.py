@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 
 from pipelines.prepare.executor import KEY, Call, Exchange, Executor, Shared, fetch
 
@@ -175,7 +174,7 @@ class KeyCounter(ABC):
         """
 
     def gather(
-        self, rows: pa.Table | None, num_events: int, names: list[str]
+        self, rows: pl.DataFrame | None, num_events: int, names: list[str]
     ) -> np.ndarray:
         """Return the features (E, F) of a part's events from the buckets of their keys.
 
@@ -188,9 +187,8 @@ class KeyCounter(ABC):
         features = np.tile(np.array(never, np.float32), (num_events, 1))
         if rows is None:
             return features
-        counted = pl.DataFrame(pl.from_arrow(rows))
         for kind_index, kind_names in enumerate(self.names):
-            piece = counted.filter(kind_index=kind_index)
+            piece = rows.filter(kind_index=kind_index)
             values = piece["features"].explode().to_numpy()
             columns = [names.index(name) for name in kind_names]
             row = piece["row"].to_numpy()[:, None]
@@ -276,7 +274,7 @@ def _scatter_rows(
     lookups: Shared,
     num_buckets: int,
     part: int,
-) -> Iterator[pa.Table]:
+) -> Iterator[pl.DataFrame]:
     """Yield the rows of a part, once per kind of key, addressed to their key's bucket.
 
     A placeholder row per part makes sure that each part is built.
@@ -290,23 +288,21 @@ def _scatter_rows(
         rows = columns.with_columns(
             pl.Series(KEY, bucket), kind_index=pl.lit(kind_index, pl.Int8)
         )
-        yield rows.filter(pl.Series(key >= 0)).to_arrow()
-    placeholder = rows.clear(1).with_columns(
+        yield rows.filter(pl.Series(key >= 0))
+    yield rows.clear(1).with_columns(
         pl.lit(part, pl.Int32).alias("part"),
         pl.lit(0, pl.Int32).alias(KEY),
         kind_index=pl.lit(NO_KIND, pl.Int8),
     )
-    yield placeholder.to_arrow()
 
 
-def split_by_kind(rows: pa.Table) -> dict[int, pl.DataFrame]:
+def split_by_kind(rows: pl.DataFrame) -> dict[int, pl.DataFrame]:
     """Return the exchanged rows of each kind of key, by its index."""
-    frame = pl.DataFrame(pl.from_arrow(rows))
-    groups = frame.partition_by("kind_index", as_dict=True, maintain_order=False)
+    groups = rows.partition_by("kind_index", as_dict=True, maintain_order=False)
     return {index: group for (index,), group in sorted(groups.items())}
 
 
-def _count_rows(counter: KeyCounter, rows: pa.Table) -> pa.Table:
+def _count_rows(counter: KeyCounter, rows: pl.DataFrame) -> pl.DataFrame:
     """Compute the features of the rows of some buckets, addressed to their parts."""
     results = []
     for kind_index, group in split_by_kind(rows).items():
@@ -317,7 +313,7 @@ def _count_rows(counter: KeyCounter, rows: pa.Table) -> pa.Table:
         result = group.select("row", "kind_index", pl.col("part").alias(KEY))
         features = features.cast(pl.List(pl.Float32)).alias("features")
         results.append(result.with_columns(features))
-    return pl.concat(results).to_arrow()
+    return pl.concat(results)
 
 
 def to_columns(frame: pl.DataFrame) -> Columns:

@@ -20,8 +20,8 @@ from pipelines.prepare.reading.rows import (
     RejectCounts,
     check_missing,
     read_events,
+    read_section,
     read_section_file,
-    read_users,
 )
 
 
@@ -42,9 +42,11 @@ class Preview:
 
 def preview(log: Log, input_uri: str) -> list[Preview]:
     """Read the first rows of events and items."""
-    users = read_users(log, input_uri, log.user_files(input_uri)[:1])
-    user_rows = users.rows if users else None
-    read = partial(read_events, log, input_uri, users=user_rows)
+    users = None
+    if log.users:
+        rows, _ = read_section(log.users, input_uri, log.user_files(input_uri)[:1])
+        users = rows.unique("user_id", keep="first")
+    read = partial(read_events, log, input_uri, users=users)
     sections: list[Any] = [("events", log.event_files(input_uri), read, log.columns)]
     if log.items and (files := log.item_files(input_uri)):
         read_items = partial(read_section_file, log.items, input_uri)
@@ -57,8 +59,7 @@ def preview(log: Log, input_uri: str) -> list[Preview]:
             raise UserError(f"{input_uri} has no rows of {kind}")
         if block.missing and next(blocks, None) is None:
             check_missing(block.missing, kind.removesuffix("s"), input_uri)
-        absent = [*log.absent_columns, "log_row"]
-        rows = pl.DataFrame(block.rows).drop(absent, strict=False)
+        rows = block.rows.drop("log_row", strict=False)
         if log.has_clock_times:
             clocks = cs.matches("^(timestamp_ms|known_.*)$")
             rows = rows.cast({clocks: pl.Datetime("ms")})

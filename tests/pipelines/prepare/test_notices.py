@@ -24,12 +24,7 @@ SOURCE = {
     [
         (80, 8, {}, []),
         (80, 12, {"max_events": 9}, ["oldest 240"]),
-        (
-            10,
-            8,
-            {"split.by": "leave_last_out"},
-            ["later than", "only 10 val requests", "only 10 test requests"],
-        ),
+        (10, 8, {"split.by": "leave_last_out"}, ["later than"]),
     ],
 )
 def test_what_makes_metrics_worse_is_warned_of(

@@ -37,9 +37,9 @@ def suggest_and_read(
     log = parse_log({k: v for k, v in mapping.items() if k != "prepare"})
     [file, *_] = log.event_files(str(folder))
     blocks = list(read_events(log, str(folder), file))
-    assert sum(block.rejects.num_rows for block in blocks) == 0
+    assert sum(block.rejects.height for block in blocks) == 0
     keys = [line.split(":")[0].strip() for line in suggestion.doubts]
-    return mapping, keys, pl.concat([pl.DataFrame(block.rows) for block in blocks])
+    return mapping, keys, pl.concat([block.rows for block in blocks])
 
 
 # Per log: name of a file, its first rows (invented), and the columns of users and items,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 
 from core.schemas import Split
 from pipelines.prepare.events.parts import read_events
@@ -123,7 +122,7 @@ class ActionsCounter(KeyCounter):
         return count_features(counts, num_rates, settings.prior, settings.strength)
 
     def compute_features(
-        self, events: pl.DataFrame, counted: pa.Table | None
+        self, events: pl.DataFrame, counted: pl.DataFrame | None
     ) -> np.ndarray:
         """Return the features (E, F) float32 of a part's events, with users.
 

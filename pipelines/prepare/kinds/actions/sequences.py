@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from core.errors import UserError, pluralize, raise_first
+from core.errors import UserError, raise_first
 from core.schemas import (
     ActionDefinitions,
     ActionsInfo,
@@ -147,7 +147,7 @@ class ActionsBuilder(SequenceBuilder):
         return events.with_columns(as_of=count_time(self.split))
 
     def add_features(
-        self, events: pl.DataFrame, counted: pa.Table | None
+        self, events: pl.DataFrame, counted: pl.DataFrame | None
     ) -> pl.DataFrame:
         """Add the windowed counts and rates, the tasks, and the inputs of models."""
         features = self.counter.compute_features(events, counted)
@@ -282,28 +282,6 @@ class ActionsBuilder(SequenceBuilder):
             },
             "events_outside": built.count["outside"],
         }
-
-    def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
-        """Report sizes of the table and its splits, and the base rates of the tasks."""
-        info, report = sequences.info, run.report
-        report(
-            f"sequences: {pluralize(sequences.rows, 'user')}, "
-            f"{pluralize(len(info.tasks), 'task')}, "
-            f"{pluralize(len(info.actions), 'action')} and "
-            f"{pluralize(len(info.features), 'feature')} in {seconds:.1f} s; "
-            f"{pluralize(info.events_outside, 'event')} outside the catalogue "
-            f"dropped, {info.tied_behaviours:,} at the same millisecond as the "
-            f"user's previous event"
-        )
-        for name in SPLITS[1:]:
-            report(
-                f"{name}: {info.users_with_candidates[name]:,} users with "
-                f"{info.requests[name]:,} candidates, "
-                f"{info.users_without_context[name]:,} of these users without "
-                f"context"
-            )
-        rates = [f"{name} {rate:.4f}" for name, rate in info.base_rates.items()]
-        report(f"base rates: {', '.join(rates)}")
 
 
 Ranges = dict[str, tuple[float, float]]

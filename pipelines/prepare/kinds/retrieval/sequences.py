@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,6 @@ from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import BuiltTable, SequenceBuilder
 from pipelines.prepare.sequences.splits import require_training
 from pipelines.prepare.settings.simulation import Settings
-
-MAX_WITHOUT_HISTORY = 0.5
-"""Share of training requests without a history, for any reason, that causes a
-notice."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,8 @@ class RetrievalBuilder(SequenceBuilder):
     def is_behaviour(self) -> pl.Expr:
         """Whether an event is a behaviour of a user with `core` or more of them."""
         is_behaviour = is_counted = super().is_behaviour
+        if self.config.core <= 1 and self.config.core_window == "all":
+            return is_behaviour
         if self.config.core_window == "train":
             is_counted = is_counted & (pl.col("known") < self.split.val_start_ms)
         num_counted = is_counted.sum().over("user")
@@ -125,14 +122,3 @@ class RetrievalBuilder(SequenceBuilder):
             "requests": requests,
             "requests_without_history": without_history,
         }
-
-    @staticmethod
-    def warn(info: Any) -> Iterator[str]:
-        """Yield a line if many training requests have no history."""
-        num_train = info.requests["train"]
-        num_skipped = info.requests_without_history["train"]
-        if num_skipped > MAX_WITHOUT_HISTORY * num_train:
-            yield (
-                f"{num_skipped:,} of {num_train:,} training requests have no history "
-                f"and are skipped in training (ties is {info.ties})"
-            )

@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from operator import itemgetter
 
 import polars as pl
-import pyarrow as pa
 
 from core.errors import UserError, pluralize
 from core.options import as_base
@@ -121,7 +120,7 @@ def _write_bucket(
     counter: SearchCounter,
     lookups: Lookups,
     bucket: int,
-    exchanged: pa.Table,
+    exchanged: pl.DataFrame,
 ) -> tuple[int, Part | None, Counter[str]]:
     """Write a row per key of one bucket; return the part and the number of keys."""
     rows = split_by_kind(exchanged)

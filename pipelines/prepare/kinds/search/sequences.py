@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from core.errors import UserError, pluralize
+from core.errors import UserError
 from core.options import as_base, check_known
 from core.schemas import (
     CARRIED,
@@ -31,7 +30,7 @@ from core.schemas import (
     search_schema,
 )
 from core.settings import SearchCounts
-from core.splits import MINUTE_MS, SPLITS
+from core.splits import MINUTE_MS
 from core.tables import Table, write_part
 from pipelines.prepare.events.parts import IdCounts, read_events
 from pipelines.prepare.kinds.search.features import (
@@ -92,6 +91,10 @@ class SearchBuilder(SequenceBuilder):
         "requests_without_query",
         "requests_outside",
         "candidates_outside",
+        "requests_truncated",
+        "session_rows",
+        "sessions_unknown_users",
+        "sessions_unknown_items",
     )
     text_tables = ("items", "queries", "pairs")
     first_model = "qgs"
@@ -196,7 +199,7 @@ class SearchBuilder(SequenceBuilder):
         return events
 
     def add_features(
-        self, events: pl.DataFrame, counted: pa.Table | None
+        self, events: pl.DataFrame, counted: pl.DataFrame | None
     ) -> pl.DataFrame:
         """Add the column `features`, as of the time of the search."""
         has_clock_times = self.source.info.clock
@@ -347,45 +350,6 @@ class SearchBuilder(SequenceBuilder):
             - count["session_rows"],
             "sessions_unknown_items": count["session_rows"] - count["sessions_inside"],
         }
-
-    def report(self, run: Run, sequences: Table[Any], seconds: float) -> None:
-        """Report the sizes of the table, and counts of dropped or unusual requests."""
-        info, report = sequences.info, run.report
-        requests = sum(info.requests.values())
-        candidates = sum(info.candidates.values())
-        one_class = sum(info.requests_one_class.values())
-        num_features = len(info.features) + len(info.custom.names)
-        report(
-            f"sequences: {sequences.rows:,} users, {requests:,} requests with "
-            f"{candidates:,} candidates and {num_features} features in {seconds:.1f} "
-            f"s; dropped: {pluralize(info.requests_outside, 'request')} and "
-            f"{pluralize(info.candidates_outside, 'candidate')} outside the "
-            f"catalogue, {pluralize(info.requests_truncated, 'request')} older than "
-            f"the user's behaviours; {one_class:,} requests have one class only"
-        )
-        if info.sessions:
-            types, unknown = ", ".join(info.sessions), info.sessions_unknown_items
-            report(
-                f"sessions: {info.session_rows:,} behaviours of {types}; left out: "
-                f"{info.sessions_unknown_users:,} of users without a search, "
-                f"{unknown:,} of unknown items"
-            )
-        if info.requests_without_query:
-            report(
-                f"note: {info.requests_without_query:,} of {requests:,} requests "
-                f"have no query"
-            )
-
-    @staticmethod
-    def warn(info: Any) -> Iterator[str]:
-        """Yield a line for each split whose requests have one class only."""
-        for name in SPLITS:
-            requests = info.requests[name]
-            if requests and info.requests_one_class[name] == requests:
-                yield (
-                    f"all {requests:,} {name} requests have one class only, so there "
-                    f"is no GAUC"
-                )
 
 
 @dataclass(frozen=True)
