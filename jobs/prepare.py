@@ -71,13 +71,13 @@ def run(options: PrepareOptions) -> Prepared | None:
 def print_first_rows(options: PrepareOptions) -> None:
     """Print the events of the first rows of the log, with `--dry_run`."""
     from pipelines.prepare.kinds.registry import resolve_config
-    from pipelines.prepare.reading.log import load_source
+    from pipelines.prepare.reading.log import describe_unread, load_source
     from pipelines.prepare.suggest.preview import lines, preview
 
     source, max_rejects = load_source(options.source)[0], options.max_rejects
     resolve_config(source, options.input, options.settings)
     sample = preview(source, options.input)
-    for line in lines(sample):
+    for line in [*lines(sample), *describe_unread(source, options.input)]:
         print(line)
     for part in sample:
         part.rejected.check(max_rejects, f" of the {part.kind}")

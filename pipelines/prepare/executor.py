@@ -165,9 +165,7 @@ class Executor:
             shared: First arguments of every call.
         """
         if self.in_process:
-            yield from _map_in_threads(
-                lambda call: function(*map(fetch, shared), *call), calls
-            )
+            yield from _map_in_threads(lambda call: function(*shared, *call), calls)
             return
         self._start_ray()
         import ray
@@ -350,10 +348,6 @@ def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
     def gather(key: int) -> pl.DataFrame:
         return pl.concat(shards.pop(key), rechunk=True)
 
-    def run_kernel(partition: int) -> Any:
-        shared = map(fetch, exchange.shared)
-        return exchange.kernel(*shared, partition, gather(partition))
-
     for blocks in _map_in_threads(read, range(exchange.num_reads)):
         for block in blocks:
             if isinstance(block, ReadSummary):
@@ -366,7 +360,9 @@ def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
         )
         for parts in list(results):
             add(parts)
-    yield from _map_in_threads(run_kernel, sorted(shards))
+    yield from _map_in_threads(
+        lambda key: exchange.kernel(*exchange.shared, key, gather(key)), sorted(shards)
+    )
 
 
 def split_by_partition(rows: pl.DataFrame) -> dict[int, pl.DataFrame]:

@@ -42,7 +42,7 @@ from pipelines.prepare.items.catalogue import make_items
 from pipelines.prepare.kinds.registry import KINDS, resolve_config
 from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.summary import collect_warnings, summarise
-from pipelines.prepare.reading.log import Log, load_source
+from pipelines.prepare.reading.log import Log, describe_unread, load_source
 from pipelines.prepare.run import OutputTables, Report, Run
 from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
@@ -181,6 +181,8 @@ def prepare(
         )
         grows = existing == "append"
         run = Run(source, input_uri, config, behaviour, report, executor, tables, grows)
+        for line in describe_unread(source, input_uri):
+            report(line)
         stack.enter_context(tables.clean_up_on_error(*TABLES, *source.timed))
         events, load_stats = make_events(run, partitions)
         split = _choose_split(run, events, load_stats)

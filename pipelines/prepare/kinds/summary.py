@@ -12,10 +12,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import polars as pl
+
 from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
 from core.splits import SPLITS
-from core.tables import Table
+from core.tables import Table, read_parquet
 from pipelines.prepare.kinds.registry import KINDS
+
+MAX_ASCENDING = 0.6
+"""Share of adjacent behaviours with ascending items above which a line is printed. Half
+of them ascend by chance."""
+
+MIN_STEPS = 1000
+"""Number of adjacent behaviours below which their order is considered noise."""
 
 
 def summarise(
@@ -89,6 +98,7 @@ def collect_warnings(
             f"{info.truncated_users:,} users, over max_events "
             f"{info.max_events:,}, were dropped"
         )
+    lines += describe_id_order(sequences)
     tied = getattr(info, "tied_targets", {})
     for name in SPLITS[1:]:
         if tied.get(name):
@@ -97,3 +107,24 @@ def collect_warnings(
                 f"user; a hash decides which is held out"
             )
     return [f"warning: {line}" for line in lines]
+
+
+def describe_id_order(sequences: Table[SequencesInfo]) -> list[str]:
+    """Return a line if items ascend by id in a log without clock times.
+
+    Histories are those of the first part of `sequences`, and ids are in the order of
+    `item_index`.
+    """
+    if sequences.info.log.clock:
+        return []
+    part = read_parquet(sequences.part_uris()[0], ["item_index"])
+    steps = pl.Series(part["item_index"]).list.diff(null_behavior="drop").explode()
+    steps = steps.filter(steps != 0)
+    share = (steps > 0).sum() / max(1, len(steps))
+    if len(steps) < MIN_STEPS or share <= MAX_ASCENDING:
+        return []
+    return [
+        f"{share:.0%} of adjacent behaviours have ascending item ids, 50% "
+        "where the order is real: ties seem to be broken by id, and models that know "
+        "the order are rewarded for it"
+    ]

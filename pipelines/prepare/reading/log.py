@@ -531,3 +531,13 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
         return parse_log(content), prepare
     except UserError as error:
         raise UserError(f"{uri}: {error}", error.cause) from error
+
+
+def describe_unread(log: Log, input_uri: str) -> list[str]:
+    """Return a note on files of the folder that the mapping does not read."""
+    sections = [log.items, log.users, *log.timed.values()]
+    patterns = {log.files, "*.yaml", *(part.files for part in sections if part)}
+    files = list_files(input_uri, "*", required=False, what="file", exclude=patterns)
+    names = ", ".join(files[:3])
+    note = f"note: no key of the mapping reads {len(files):,} files, such as {names}"
+    return [note] if files else []

@@ -108,6 +108,11 @@ class RetrievalBuilder(SequenceBuilder):
         without_history = built.per_split("without_history")
         usable = {name: requests[name] - without_history[name] for name in SPLITS}
         require_training(usable, "request with a history")
+        skipped = [f"{count:,} {name}" for name, count in without_history.items()]
+        run.report(
+            f"requests without history: {', '.join(skipped)}; skipped in training and "
+            f"evaluation"
+        )
         shared, total = built.count["shared_times"], built.count["interactions"]
         if self.config.baskets:
             run.report(f"baskets: {sum(requests.values()):,} requests")
