@@ -382,7 +382,7 @@ def read_piece(
         num_events += block.rows.height
         yield block.rows.with_columns(keys).drop(LOG_ROW)
     # a summary follows a frame, and a piece may have no block
-    empty = pl.DataFrame(source.schema.empty_table()).with_columns(
+    empty = pl.DataFrame(schema=pl.Schema(source.schema)).with_columns(
         pl.lit(0, pl.Int64).alias(LOG_ROW)
     )
     yield empty.with_columns(keys).drop(LOG_ROW, *source.absent_columns)

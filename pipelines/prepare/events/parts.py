@@ -75,7 +75,7 @@ def order_events(
         The events, whose ids are enums in the order of their text, and the number of
         duplicates, whether dropped or kept.
     """
-    types = pl.DataFrame(schema.empty_table()).schema
+    types = pl.Schema(schema)
     missing = {
         name: pl.lit(MISSING_VALUES.get(name), types[name])
         for name in schema.names

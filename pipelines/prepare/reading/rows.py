@@ -40,7 +40,7 @@ from pipelines.prepare.reading.times import Time, parse_times
 
 LOG_ROW = "log_row"
 """Column with the number of an event in its piece, after lists are exploded."""
-NO_REJECTS = pl.DataFrame(REJECTS.empty_table())
+NO_REJECTS = pl.DataFrame(schema=pl.Schema(REJECTS))
 # temporary columns of a frame while lists are exploded
 ELEMENT, UNEQUAL, LIST = "__element", "__unequal", "__list"
 MAX_EXPLODED_ROWS = 1 << 18
@@ -614,7 +614,7 @@ def read_section(
     section: Section, input_uri: str, files: list[str]
 ) -> tuple[pl.DataFrame, RejectCounts]:
     """Read files of a section, given relative to the input folder, in their order."""
-    blocks = [pl.DataFrame(section.schema.empty_table())]
+    blocks = [pl.DataFrame(schema=pl.Schema(section.schema))]
     missing: list[dict[str, str]] = []
     rejected = RejectCounts()
     for file in files:
@@ -629,7 +629,7 @@ def read_section(
 def read_section_file(section: Section, input_uri: str, file: str) -> Iterator[Block]:
     """Yield the rows of a file of a section in blocks."""
     uri = join(input_uri, file)
-    types = pl.DataFrame(section.schema.empty_table()).schema
+    types = pl.Schema(section.schema)
     texts = [*section.columns.values(), *filter(None, [section.where])]
     for frame in read_frames(uri, section, texts):
         frame = take_rows(frame, section.where, uri)
@@ -669,7 +669,7 @@ def read_events(
             order of rows.
     """
     uri = join(input_uri, file)
-    types = pl.DataFrame(log.schema.empty_table()).schema
+    types = pl.Schema(log.schema)
     types[LOG_ROW] = pl.Int64()
     parser = EventParser(log, uri, users, piece_index)
     # values of columns in the names of folders, such as `country=se`

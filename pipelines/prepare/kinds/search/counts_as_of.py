@@ -129,7 +129,7 @@ def _write_bucket(
     names = counted_names(counter.builder.config.search)
     names["pair"] += ["pair_gap", "pair_seen"]
     schema = counts_schema(names.values())
-    frames = [pl.DataFrame(schema.empty_table())]
+    frames = [pl.DataFrame(schema=pl.Schema(schema))]
     num_keys: Counter[str] = Counter()
     for kind_index, kinds in enumerate((("item", "pair"), ("query",))):
         if kind_index not in rows:
