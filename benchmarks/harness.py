@@ -30,7 +30,7 @@ Call = Callable[[int], Any]
 
 
 def device() -> torch.device:
-    """Return the GPU if there is one, else the CPU."""
+    """Return the GPU if PyTorch sees one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

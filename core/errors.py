@@ -51,7 +51,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def pluralize(count: int, noun: str) -> str:
-    """Return a count with its noun, such as `1 row`, `2,000 rows` or `0 queries`."""
+    """Return a count with its noun: `1 row`, `2,000 rows` or `0 queries`."""
     if count == 1:
         return f"1 {noun}"
     if noun.endswith("y"):

@@ -39,7 +39,7 @@ OBSTORE_RETRIES: dict[str, Any] = {
 
 
 def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """Open the file system of a local path or a URI such as `s3://bucket/key`.
+    """Open the file system of a local path or of a URI like `s3://bucket/key`.
 
     All file systems are opened by this function, with retries.
 

@@ -525,7 +525,7 @@ class QuantizerInfo(TableInfo):
 
 @dataclass(config=CHECKED)
 class Drift:
-    """How well codes explain the items that codebooks were trained on, and new ones."""
+    """Errors and collisions of the codes of old and of new items."""
 
     new_items: int
     error_old: float

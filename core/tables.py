@@ -172,7 +172,7 @@ def table_hashes(versions: Mapping[str, Table[Any]]) -> dict[str, str]:
 
 
 def check_file_names(names: Iterable[str]) -> None:
-    """Raise ValueError if a name is not a plain file name, such as a path."""
+    """Raise ValueError if a name is not a plain file name."""
     for name in names:
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise ValueError(f"the path {name!r} is not a file name")

@@ -172,7 +172,7 @@ class BoostedTrees(Model):
         return torch.stack(scores, 1)
 
     def trees_to_content(self, trees: list[str | None]) -> Any:
-        """Return what a checkpoint stores as JSON, given LightGBM's model texts."""
+        """Return the JSON content of a checkpoint, given LightGBM's model texts."""
         return trees
 
     def trees_from_content(self, content: Any) -> list[str | None]:

@@ -165,7 +165,7 @@ class Model(nn.Module):
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, Dataset]
     ) -> list[str]:
-        """Load training inputs other than the tables, such as the outputs of a teacher.
+        """Load training inputs other than the tables, like the outputs of a teacher.
 
         Called on every worker.
 

@@ -93,7 +93,7 @@ def accept_code(code: Mapping[str, str], uri: str, trust: bool) -> None:
 
 
 def pickle_with_code(value: Any) -> tuple[Any, ...]:
-    """Return what `value.__reduce__` returns: the user's own code comes first.
+    """Pickle a value after the user's own code, for its method `__reduce__`.
 
     Ray passes it from the driver to the workers of its job.
     """
@@ -110,7 +110,7 @@ def _unpickle(code: Mapping[str, str], content: bytes) -> Any:
 
 
 def name_metric(name: str) -> str:
-    """Return the name of a metric, such as `hit_rate@10` for `my_file.py:HitRate`."""
+    """Return the name of a metric: `hit_rate@10` for `my_file.py:HitRate`."""
     if ":" not in name:
         return name
     from models.metrics.metric import TOP

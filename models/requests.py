@@ -54,7 +54,7 @@ KINDS = {"numbers": NUMBER, "categories": CATEGORY}
 
 
 def refuse_large(values: Any) -> Any:
-    """Return a number or numbers, of which NaN and None are missing."""
+    """Return a number or numbers; NaN and None are missing values."""
     if (np.abs(np.array(values, np.float64)) > LARGEST_NUMBER).any():
         raise ValueError(f"a number is infinite or over {LARGEST_NUMBER:g}")
     return values

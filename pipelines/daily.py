@@ -255,7 +255,7 @@ def find_day(prepared: Prepared, days: list[DayRecord]) -> DayRecord:
 
 
 def update_tokenizer(config: TokenizeConfig, items: Table[ItemsInfo]) -> TokenizeConfig:
-    """Extend semantic IDs of an earlier day, or replace those of a replaced table."""
+    """Extend semantic IDs of an earlier day, or make new ones for replaced tables."""
     from core.schemas import SidsInfo
     from core.tables import find_table
 

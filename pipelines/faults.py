@@ -16,7 +16,7 @@ LIBRARIES = {"ray", "mlflow", "torch", "sqlite3", "botocore", "boto3"}
 def iter_causes(
     error: BaseException | None, include_context: bool = False
 ) -> Iterator[BaseException]:
-    """Yield an error and its causes, including those in attributes of Ray's errors.
+    """Yield an error and its causes, including causes in attributes of Ray's errors.
 
     Args:
         error: The error; None yields nothing.

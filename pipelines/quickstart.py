@@ -218,7 +218,7 @@ def find_source(config: QuickstartConfig, home: Path) -> str:
 def plan_extra(
     config: QuickstartConfig, home: Path, extra: str, items: Table[ItemsInfo]
 ) -> list[Step]:
-    """Return the step that makes semantic IDs or text embeddings, if there is one.
+    """Return the step that makes semantic IDs or text embeddings, or None.
 
     There is none for a log with neither texts of items nor published semantic IDs.
     """

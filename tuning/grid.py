@@ -189,7 +189,7 @@ class Grid:
 
 
 class Trial(NamedTuple):
-    """A point of a grid, and what it runs."""
+    """A point of a grid, with the config of its training or evaluation."""
 
     point: Point
     """Values of the axes."""

@@ -322,7 +322,7 @@ Number = Annotated[float | None, AfterValidator(refuse_large)]
 
 
 def check_actions(vectors: list[list[float | None]]) -> list[list[float | None]]:
-    """Return actions, of which NaN and None are missing."""
+    """Return actions; NaN and None are missing values."""
     for vector in vectors:
         actions = np.array(vector, np.float64)
         if ((actions < 0) | (actions > 1)).any():

@@ -101,7 +101,7 @@ class Batch:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, without those that are None."""
+        """Return the tensors of the batch by name, without fields that are None."""
         values = {name: getattr(self, name) for name in self.tensor_axes()}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -104,7 +104,7 @@ def measure_ranking(
     shown: Tensor | None = None,
     trained: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Sum metrics over all requests, and over those of `FIRST_PREFIX` and `NEW_PREFIX`.
+    """Sum metrics over all requests, and over two slices of the requests.
 
     Args:
         items: Ranked items (B, K), with K at least the largest of `CUTOFFS`.
@@ -170,7 +170,7 @@ def means(sums: dict[str, float]) -> dict[str, float]:
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """Return a table of the metrics by cutoff, and lines of what else is measured."""
+    """Return a table of the metrics by cutoff, and lines of the other metrics."""
     printed = [metric for metric in find_metrics(RequestMetric) if metric.is_printed]
     width = max(8, *(len(metric.name) for metric in printed))
     lines = [f"  {'K':<{width}}" + "".join(f"{k:>9}" for k in CUTOFFS)]

@@ -65,7 +65,7 @@ class RankerConfig(LabelOptions):
 
 
 class TextProjection(nn.Module):
-    """Trained projections of frozen text vectors; of ids if there is no text.
+    """Trained projections of frozen text vectors, or of ids without texts.
 
     One projection reduces documents and pairs, another one queries. The vectors of
     documents are a buffer of the module. The vectors of queries and pairs are part of a

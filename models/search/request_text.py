@@ -93,7 +93,7 @@ class RequestText:
     def read_pairs(
         self, item: NDArray[np.int64], query: NDArray[np.int64]
     ) -> tuple[Floats, NDArray[np.bool_]]:
-        """Return the vectors of the pairs that have one, and the mask (n,) of those.
+        """Return the vectors of pairs, and the mask (n,) of the pairs with a vector.
 
         A warning counts the pairs that have no vector and cannot be encoded.
         """

@@ -550,7 +550,7 @@ class SearchRequests(Requests):
     def read_features(
         self, entries: Entries, item: list[int], default: Floats
     ) -> Floats:
-        """Return all features of entries; the catalogue fills those of its items."""
+        """Return all features of entries; the catalogue fills its items' features."""
         vectors = entries.read_vectors(f"{entries.prefix}features", default)
         columns = entries.read_custom(self.info.custom)
         for name, values in self.item_features.items():

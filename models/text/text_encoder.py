@@ -141,7 +141,7 @@ def format_item_texts(items: pa.Table, template: str = "") -> tuple[list[str], i
 
 
 class TextEncoder:
-    """A model of `sentence-transformers`, on a GPU if there is one."""
+    """A model of `sentence-transformers`, on a GPU if PyTorch sees one."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ PARAMS_WITHOUT_EFFECT = (
 )
 """Params in which the runs of one row may differ; teachers count by their row."""
 
-SEED_SUFFIX = re.compile(r"[-_]?seed[-_]?\d*$")
+SEED_SUFFIX = re.compile(r"[-_]?(seed[-_]?)?\d*$")
 """End of the common prefix of run names that differ in their seed."""
 
 ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
@@ -184,7 +184,7 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
     `log` is equal for comparable rows: experiment, hashes of tables, and ranking.
     `settings` are the params in which rows of the model differ.
     """
-    model, seed = pl.col("model.name"), pl.col("fit.seed").fill_null("")
+    model = pl.col("model.name")
     names = set(runs["model.name"]) & set(registry.MODELS)
     models = [registry.find(name) for name in sorted(names)]
     baselines = [model.name for model in models if model.is_baseline]
@@ -195,8 +195,7 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
         pl.when(pl.col("model.encoder_hash").is_null()).then("model.encoder"),
         # of a trial that evaluates a checkpoint
         pl.when(pl.col("evaluate.batch_size").is_not_null()).then("checkpoint"),
-        seed=seed,
-        repeat=pl.when(seed != "").then(seed).otherwise("training"),
+        seed=pl.col("fit.seed").fill_null(""),
         model=model,
         model_label=pl.coalesce(tracking.RANKS_BY_TAG, model),
         ranking=is_unseen.then(pl.lit(KNOWN_LEFT_OUT)).otherwise(pl.lit(ALL_ITEMS)),
@@ -240,7 +239,7 @@ def summarise(runs: pl.DataFrame) -> pl.DataFrame:
     Of the runs of a seed the newest one counts. The sample standard deviation of the
     metric `m` is in the column `m ±`. `label` is the name after the model's name.
     """
-    newest = runs.group_by("row", "repeat", maintain_order=True).agg(
+    newest = runs.group_by("row", "seed", maintain_order=True).agg(
         cs.float().drop_nulls().last()
     )
     metrics = newest.group_by("row", maintain_order=True).agg(
@@ -248,9 +247,7 @@ def summarise(runs: pl.DataFrame) -> pl.DataFrame:
     )
     texts = runs.group_by("row").agg(
         pl.col("name").alias("names"),
-        seeds=pl.col("seed").unique().sort().str.join(", "),
         num_seeds=pl.col("seed").n_unique(),
-        num_runs=pl.len(),
         num_unfinished=(pl.col("status") != "FINISHED").sum(),
     )
     rows = runs.unique("row", keep="first", maintain_order=True).drop(cs.float())
@@ -271,7 +268,7 @@ def summarise(runs: pl.DataFrame) -> pl.DataFrame:
 def name_runs(names: Sequence[str], model: str, options: str) -> str:
     """Return the common prefix of runs' names with `*`, and the options of evaluation.
 
-    A suffix such as `-seed` is removed: `tiger-seed1` and `tiger-seed2` give `tiger*`.
+    The start of a seed is removed: `tiger-seed-42` and `tiger-seed-43` give `tiger*`.
     Equal names are returned unchanged.
     """
     name = names[0]
@@ -315,6 +312,6 @@ def find_best_run(comparison: Comparison) -> dict[str, Any]:
     )
     if runs.is_empty():
         raise UserError(f"no finished run of {comparison.title} has {metric}")
-    is_lower = lower_is_better(metric)
-    runs = runs.sort(metric, descending=not is_lower, maintain_order=True)
+    descending = not lower_is_better(metric)
+    runs = runs.sort(metric, descending=descending, maintain_order=True)
     return runs.row(0, named=True)

@@ -3,7 +3,7 @@
     differences = measure_differences(comparison)
     page = build_page(comparison, differences, build_tables(comparison, differences))
 
-The page loads nothing from the network. A model has one colour in all plots.
+The page loads nothing from the network. A name has one colour in all plots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from pipelines.comparison.tables import (
     Table,
     build_tables,
     format_difference,
-    ranking_is_single,
     to_markdown,
 )
 from pipelines.comparison.verdicts import measure_differences
@@ -42,7 +41,7 @@ from pipelines.comparison.verdicts import measure_differences
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Tol's bright scheme, which colour-blind readers can distinguish."""
 
-MAX_ROWS, MAX_NOTES = 20, 5
+MAX_ROWS, MAX_NOTES = 20, 3
 """Largest number of printed rows and notes of a table, and of drawn rows."""
 
 MAX_CURVES, MAX_POINTS = 10, 300
@@ -73,10 +72,12 @@ def build_page(
     Returns:
         The HTML document.
     """
-    models = comparison.rows["model"].unique(maintain_order=True)
+    # a colour is a model, or a run if there is one model, as in many sweeps
+    by = "model" if comparison.rows["model"].n_unique() > 1 else "label"
+    names = comparison.rows[by].unique(maintain_order=True)
     colours = {
-        escape(model): COLOURS[number % len(COLOURS)]
-        for number, model in enumerate(models)
+        escape(name): COLOURS[number % len(COLOURS)]
+        for number, name in enumerate(names)
     }
     title = escape(comparison.title)
     return f"""<!doctype html>
@@ -90,9 +91,9 @@ def build_page(
 <body>
 <h1>{title}</h1>
 <p class=answer>{escape(describe_best(comparison, differences))}</p>
-{draw_differences(differences, colours)}
+{draw_differences(differences, by, colours)}
 {"".join(map(to_html, tables))}
-{draw_curves(comparison, colours)}
+{draw_curves(comparison, by, colours)}
 <p class=notes>from {escape(comparison.uri)}</p>
 </body></html>
 """
@@ -122,12 +123,10 @@ def describe_best(comparison: Comparison, differences: pl.DataFrame) -> str:
         "baseline": ", the best model without training",
         "shown": ", which clicks favour",
     }
-    lines = differences.filter(row=number) if len(differences) else differences
-    for line in lines.rows(named=True):
-        if line["kind"] in bases:
-            _, difference, interval, verdict = format_difference(line).values()
-            text += f" Against {line['base']}{bases[line['kind']]}: {difference} "
-            text += f"(95% {interval}), {verdict}."
+    for line in differences.filter(row=number).rows(named=True):
+        _, difference, interval, verdict = format_difference(line).values()
+        text += f" Against {line['base']}{bases[line['kind']]}: {difference} "
+        text += f"(95% {interval}), {verdict}."
     within = row.get(f"test/{WITHIN_POSITIONS}")
     text += "" if within is None else f" GAUC within shown positions: {within:.4f}."
     seconds, speed = row["train/total_seconds"], row["test/requests_per_s"]
@@ -140,6 +139,7 @@ def draw(
     caption: str,
     plot: Callable[..., Figure],
     points: pl.DataFrame,
+    by: str,
     colours: Mapping[str, str],
     orders: Mapping[str, list[str]],
     **options: Any,
@@ -150,8 +150,9 @@ def draw(
         title: Heading.
         caption: Explanation of the plot.
         plot: Function of `plotly.express`.
-        points: A line per point, with the name of its `model`.
-        colours: Colours of the models, in order.
+        points: A line per point.
+        by: Column whose texts have a colour.
+        colours: Colour of each text, in order.
         orders: Order of the texts of other columns.
         **options: Further arguments of the function.
     """
@@ -159,13 +160,19 @@ def draw(
     texts = cs.string().map_elements(escape, return_dtype=pl.String)
     figure = plot(
         points.with_columns(texts),
-        color="model",
+        color=by,
         color_discrete_map=colours,
-        category_orders={"model": list(colours), **orders},
+        category_orders={by: list(colours), **orders},
         template="plotly_white",
         **options,
     )
-    figure.update_xaxes(matches=None, showticklabels=True)
+    figure.update_xaxes(
+        matches=None, showticklabels=True, rangemode="tozero", zerolinecolor="#777777"
+    )
+    figure.update_yaxes(ticklabelstandoff=6)
+    figure.update_layout(legend_title_text="")
+    # "MODEL, LABEL" where lines differ in colour and dashes
+    figure.for_each_trace(lambda trace: trace.update(name=trace.name.split(", ")[-1]))
     if points[options["y"]].dtype.is_numeric():  # names are the same in all panels
         figure.update_yaxes(matches=None, showticklabels=True)
     figure.for_each_annotation(lambda note: note.update(text=note.text.split("=")[-1]))
@@ -176,41 +183,45 @@ def draw(
     )
 
 
-def draw_differences(differences: pl.DataFrame, colours: Mapping[str, str]) -> str:
+def draw_differences(
+    differences: pl.DataFrame, by: str, colours: Mapping[str, str]
+) -> str:
     """Draw the difference of each model to the best baseline, a panel per ranking."""
-    if differences.is_empty():
-        return ""
-    lines = differences.filter(kind="baseline").with_columns(
-        above=pl.col("high") - pl.col("mean"),
-        below=pl.col("mean") - pl.col("low"),
-        row=pl.col("label").str.replace(" [unseen]", "", literal=True),
-    )
+    lines = differences.filter(kind="baseline")
     if lines.is_empty():
         return ""
-    rows = lines["row"].unique(maintain_order=True).head(MAX_ROWS)
-    lines = lines.filter(pl.col("row").is_in(rows.to_list()))
+    lines = lines.with_columns(
+        above=pl.col("high") - pl.col("mean"),
+        below=pl.col("mean") - pl.col("low"),
+        label=pl.col("label").str.replace(" [unseen]", "", literal=True),
+    )
+    labels = lines["label"].unique(maintain_order=True).head(MAX_ROWS).to_list()
+    lines = lines.filter(pl.col("label").is_in(labels))
     return draw(
         f"test/{lines['metric'][0]} against the best model without training",
         "Differences per user on test, with the 95% interval over users, at most "
         f"{MAX_ROWS} rows.",
         express.scatter,
         lines,
+        by,
         colours,
-        {"row": list(map(escape, rows))},
+        {"label": list(map(escape, labels))},
         x="mean",
-        y="row",
+        y="label",
         error_x="above",
         error_x_minus="below",
-        facet_col=None if ranking_is_single(lines) else "ranking",
-        labels={"mean": "difference", "row": ""},
-        height=180 + 30 * len(rows),
+        facet_col="ranking" if lines["ranking"].n_unique() > 1 else None,
+        labels={"mean": "difference", "label": ""},
+        height=180 + 30 * len(labels),
     )
 
 
-def draw_curves(comparison: Comparison, colours: Mapping[str, str]) -> str:
+def draw_curves(comparison: Comparison, by: str, colours: Mapping[str, str]) -> str:
     """Draw validation and training loss of the best rows over steps, a line per run."""
     client, metric = tracking.connect(comparison.uri), f"val/{comparison.metric}"
-    rows = comparison.rows.filter(pl.col(metric).is_not_null(), options="")
+    rows = comparison.rows.drop_nulls(metric).filter(
+        is_baseline=False, is_diagnostic=False, options=""
+    )
     descending = not lower_is_better(metric)
     rows = rows.sort(metric, descending=descending, maintain_order=True)
     runs = (
@@ -241,6 +252,7 @@ def draw_curves(comparison: Comparison, colours: Mapping[str, str]) -> str:
         "different sums.",
         express.line,
         pl.DataFrame(points, infer_schema_length=None),
+        by,
         colours,
         {},
         x="step",

@@ -38,10 +38,6 @@ TEXTS = (
     "model.encoder",
     "model.encoder_hash",
     "fit.seed",
-    "fit.batch_size",
-    "fit.max_epochs",
-    "fit.eval_options.unseen",
-    "fit.eval_examples",
     "evaluate.batch_size",
     "checkpoint",
     "split",
@@ -61,9 +57,6 @@ TEXTS = (
 """Params and tags that the frame of runs always has as columns."""
 
 NUMBERS = (
-    "epoch",
-    "val/epoch",
-    "train/steps",
     "train/parameters",
     "train/total_seconds",
     "test/examples",
@@ -190,7 +183,7 @@ def filter_trainings(runs: pl.DataFrame) -> pl.DataFrame:
 
 
 def select_trainings(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
-    """Return trainings, of each sweep those with the best settings, and notes."""
+    """Return trainings and notes; of each sweep, trainings with the best settings."""
     trainings = filter_trainings(runs)
     is_earlier = pl.col(tracking.FORMAT_TAG).ne_missing(str(RunRecord.version))
     earlier = runs.filter(pl.col("model.name").is_not_null() & is_earlier)

@@ -42,6 +42,7 @@ Table = tuple[str, pl.DataFrame, list[str]]
 METRICS = (
     "val/gauc",
     "test/gauc",
+    "test/gauc_within_positions",
     "test/auc",
     "test/normalised_entropy",
     "test/log_loss",
@@ -63,7 +64,7 @@ MAX_WIDTH = 10_000
 
 
 def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Table]:
-    """Return the table of verdicts, if there are any, and the table of models.
+    """Return the table of verdicts, if a model has one, and the table of models.
 
     Args:
         comparison: Rows, best first.
@@ -82,21 +83,26 @@ def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Tabl
         if re.fullmatch(rf"test/\w+@{TOP}", name) and name.split("@")[0] not in known
     ]
     val, test = f"val/{comparison.metric}", f"test/{comparison.metric}"
-    names = dict.fromkeys((val, *compared, *own, *METRICS, test))
-    run = pl.col("name").alias("run")
-    if rows["experiment"].n_unique() > 1:
-        run = pl.format("{}: {}", "experiment", run).alias("run")
+    names = dict.fromkeys((val, test, *compared, *own, *METRICS))
     models = rows.select(
-        run,
+        run="name",
         model="model_label",
         seeds=pl.col("num_seeds").cast(pl.String),
         requests=format_counts(rows["test/examples"]),
         settings=pl.col("settings").fill_null(""),
     )
-    means = [format_means(rows, name) for name in names if name in measured]
+    means = {name: format_means(rows, name) for name in names if name in measured}
+    leading = [means.pop(name) for name in (val, test) if name in means]
     costs = [format_counts(rows[name]).alias(COSTS[name]) for name in COSTS]
     models = models.select(
-        "model", "run", "seeds", *means, "requests", *costs, "settings"
+        "model",
+        "run",
+        "seeds",
+        *leading,
+        "requests",
+        *costs,
+        "settings",
+        *means.values(),
     )
     if not any(models["settings"]):
         models = models.drop("settings")
@@ -127,7 +133,7 @@ def format_counts(values: pl.Series) -> pl.Series:
 
 
 def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Table]:
-    """Return the table of differences on the same users, or [] if there are none."""
+    """Return the table of differences on the same users, or [] without differences."""
     if differences.is_empty():
         return []
     leading = leading_ranking(comparison.rows)
@@ -142,7 +148,7 @@ def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Ta
         for line in lines.iter_rows(named=True)
     ]
     table = pl.DataFrame(cells)
-    if ranking_is_single(lines):
+    if lines["ranking"].n_unique() == 1:
         table = table.drop("ranking")
     notes, share = [], repeat_share(comparison.rows)
     if share is not None:
@@ -160,11 +166,6 @@ def verdict_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Ta
     if "shown" in lines["kind"]:
         notes.append(SHOWN_ORDER_NOTE)
     return [("On the same users", table, notes)]
-
-
-def ranking_is_single(lines: pl.DataFrame) -> bool:
-    """Return whether lines are of one ranking, so that it need not be named."""
-    return lines["ranking"].n_unique() < 2
 
 
 def format_difference(line: dict[str, Any]) -> dict[str, str]:

@@ -58,13 +58,6 @@ DIFFERENCES = "better", "worse", "noise"
 VERDICTS = CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
 """Verdicts on a model and its baseline."""
 
-PER_USER_METRIC = {
-    "mean/normalised_entropy": "eval_loss",
-    "mean/rig": "eval_loss",
-    "mean/auc": "eval_loss",
-}
-"""Metrics per user that replace metrics which are not a mean over users."""
-
 TIES = 0.5
 """GAUC of a shown order in which all results tie, as in a log without positions."""
 
@@ -72,9 +65,6 @@ SHOWN_ORDER_NOTE = "The shown order is the present ranking's; clicks on it favou
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
 """Examples per batch while a baseline counts, by the model's unit of examples."""
-
-DESCRIBED = ["row", "model", "label", "ranking"]
-"""Columns of a row in the frame of differences."""
 
 
 def bootstrap_intervals(
@@ -136,21 +126,26 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
 
     Returns:
         A line per row and kind: `kind`, `row`, `model`, `label` and `ranking`, the
-        `base`, the `metric`, the number of `users`, `mean`, `low` and `high`. The frame
-        is empty without metrics per user.
+        `base`, the `metric` (the first that is stored per user, unless the metric of
+        the comparison is), the number of `users`, `mean`, `low` and `high`. Without
+        metrics per user the frame is empty.
     """
-    metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
     newest = comparison.runs.drop_nulls(f"test/{comparison.metric}").unique(
-        ["row", "repeat"], keep="last", maintain_order=True
+        ["row", "seed"], keep="last", maintain_order=True
     )
     with ThreadPoolExecutor() as threads:
         load = partial(load_per_user, comparison.uri)
         loaded = list(threads.map(load, newest["artifacts"]))
-    measured: dict[int, list[dict[str, str]]] = {}  # of the runs of each row
+    metrics = [name for by_metric in loaded for name in by_metric]
+    metric = comparison.metric
+    if metric not in metrics:  # it is not a mean over users
+        metric = next(iter(metrics), "")
+    runs: dict[int, list[dict[str, str]]] = {}  # by row
     for row_number, by_metric in zip(newest["row"], loaded, strict=True):
         if metric in by_metric:
-            measured.setdefault(row_number, []).append(by_metric[metric])
-    rows = comparison.rows.filter(pl.col("row").is_in(list(measured)))
+            runs.setdefault(row_number, []).append(by_metric[metric])
+    averages = {number: average_runs(of_row) for number, of_row in runs.items()}
+    rows = comparison.rows.filter(pl.col("row").is_in(list(averages)))
     bases: dict[tuple[str, str], dict[str, Any]] = {}  # of each kind and log
     for row in rows.rows(named=True):
         for kind, name in (("baseline", "is_baseline"), ("shown", "is_diagnostic")):
@@ -158,30 +153,29 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
                 bases.setdefault((kind, row["log"]), row)
     by_users: dict[str, list[tuple[Any, ...]]] = {}
     for row in rows.filter(is_baseline=False, is_diagnostic=False).rows(named=True):
-        users, counts, values = average_runs(measured[row["row"]])
+        users, counts, values = averages[row["row"]]
         for (kind, log), base in bases.items():
-            base_users, _, base_values = average_runs(measured[base["row"]])
-            base_mean = base_values @ counts / counts.sum()
+            base_users, _, base_values = averages[base["row"]]
             if log != row["log"] or base_users != users:
                 continue
-            if kind == "shown" and base_mean == TIES:
+            if kind == "shown" and base_values @ counts / counts.sum() == TIES:
                 continue
             line = {
                 "kind": kind,
-                **{name: row[name] for name in DESCRIBED},
+                **{name: row[name] for name in ("row", "model", "label", "ranking")},
                 "base": base["model_label"],
                 "metric": metric,
                 "users": len(counts),
             }
             difference = values - base_values
             by_users.setdefault(users, []).append((line, difference, counts))
-    tables = []
+    tables = [pl.DataFrame(schema={"row": rows["row"].dtype, "kind": pl.String})]
     for same_users in by_users.values():
         lines, differences, all_counts = zip(*same_users, strict=True)
         intervals = bootstrap_intervals(np.stack(differences), all_counts[0])
         table = pl.DataFrame(lines, infer_schema_length=None)
         tables.append(table.hstack(intervals))
-    return pl.concat(tables, how="vertical_relaxed") if tables else pl.DataFrame()
+    return pl.concat(tables, how="diagonal_relaxed")
 
 
 def average_runs(runs: list[dict[str, str]]) -> tuple[str, NDArray, NDArray]:

@@ -16,9 +16,7 @@ from core.errors import UserError
 from core.options import build, check_known
 from core.tables import Table
 from models import own_code, registry
-from models.loaded_model import (
-    read_versions,
-)
+from models.loaded_model import read_versions
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from pipelines import cluster

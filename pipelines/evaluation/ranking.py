@@ -115,8 +115,6 @@ def measure_checkpoint(config: EvaluateConfig) -> Result:
     sequences = checked.versions["sequences"].uri
     if checkpoint.is_extended(saved, "sequences", checked.versions):
         print(f"note: {sequences} extends the table of the training")
-    elif result.is_fresh(saved):
-        print(f"note: {sequences} is of another log than the training's")
     print("\n".join(model_class.format_metrics(result.metrics)))
     chance_level = describe_chance_level(result.metrics)
     if chance_level and not model_class.is_baseline:

@@ -69,7 +69,7 @@ class Result:
         return self.hashes.get("sequences") != evaluated.hashes.get("sequences")
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics by MLflow name, such as `test/ndcg@10`."""
+        """Return the metrics by their MLflow names, like `test/ndcg@10`."""
         metrics = {
             **self.metrics,
             "examples": float(self.examples),

@@ -396,7 +396,7 @@ class Logger:
         self.client.set_terminated(self.run.run_id)
 
     def _send(self) -> None:
-        """Send the points; those that MLflow does not take stay."""
+        """Send the points to MLflow, and keep the points that it does not take."""
         while batch := self.unsent[:MAX_METRICS]:
             self.client.log_batch(self.run.run_id, [Metric(*point) for point in batch])
             del self.unsent[: len(batch)]

@@ -558,7 +558,7 @@ def dataset_name(tables: str) -> str:
 
 
 def collect_numbers(content: Any, name: str) -> dict[str, float]:
-    """Return the numbers in nested content by their path, such as `sids/loss/0`.
+    """Return the numbers in nested content by their path, like `sids/loss/0`.
 
     Args:
         content: Dictionaries and lists of any depth; other values are skipped.

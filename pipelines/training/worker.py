@@ -73,7 +73,7 @@ def train_by_gradient(
     backend: Backend,
     logger: tracking.Logger | None,
 ) -> None:
-    """Run the training loop; print, log and save what it reports.
+    """Run the training loop; print, log and save its reports.
 
     Args:
         config: Options of the training.

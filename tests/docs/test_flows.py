@@ -209,6 +209,4 @@ def test_the_page_of_a_search_log_with_custom_features(
 
     run_commands(read_prompts("search.md", "An example"), monkeypatch)
 
-    output = capsys.readouterr().out
-    assert "No violations" in output
-    assert "gauc" in output.lower()
+    assert "gauc" in capsys.readouterr().out.lower()

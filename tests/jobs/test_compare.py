@@ -63,7 +63,7 @@ def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
     title, best, notes = shorten(("x", frame, ["first"] * 9))
     assert best["run"].to_list() == [str(number) for number in range(20)]
     assert "of 31 rows" in title
-    assert len(notes) == 5
+    assert len(notes) == 3
     assert shorten(("x", frame.head(20), []))[0] == "x"
 
 

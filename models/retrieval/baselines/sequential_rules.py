@@ -57,7 +57,7 @@ LEARNED = ("distance_power", "source_power", "target_power", "both_directions")
 
 @dataclass(config=STRICT)
 class SequentialRulesConfig(NamedConfig):
-    """Sequential rules: recommends what followed the history's items in training."""
+    """Sequential rules: recommends items that followed the history's in training."""
 
     distance_power: Values[NonNegativeFloat] = (0.0, 0.3)
     """How fast a pair's count falls with the distance of its items, 0 for not at

@@ -211,7 +211,7 @@ class LcRec(Retriever):
 
     @torch.no_grad()
     def draw_codes(self) -> None:
-        """Draw the weights of codes from a normal distribution like those of words.
+        """Draw the weights of codes from a normal distribution, fitted to the words'.
 
         Mean and standard deviation of each dimension are the words'. `transformers`
         also initialises new tokens around the words' mean.

@@ -102,7 +102,7 @@ def read_vectors(users: pl.DataFrame, name: str, width: int) -> np.ndarray:
 
 
 def add_count_times(tables: Tables, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the column `at`: the time as of which the counts of an event are taken.
+    """Add the column `at`: the end of the time that the counts of an event cover.
 
     It is the event's time in training, and the start of its split for candidates.
     """

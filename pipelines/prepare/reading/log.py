@@ -229,7 +229,7 @@ class AsOf(Section):
 
 @dataclass(frozen=True)
 class Session(Section):
-    """Files of behaviours that are no results of a search, such as views of items."""
+    """Files of behaviours outside of searches, like views of items."""
 
     __pydantic_config__ = FORBID_EXTRA
 

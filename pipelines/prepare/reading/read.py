@@ -859,7 +859,7 @@ def _read_ndjson(text: bytes) -> pl.DataFrame:
 
 
 def _json_kind(value: Any) -> str:
-    """Return the kind of a JSON value, of which a column may only have one."""
+    """Return the kind of a JSON value; all values of a column have the same kind."""
     if isinstance(value, dict):
         return "an object"
     if not isinstance(value, list):

@@ -147,7 +147,7 @@ def common_missing(missing: Iterable[dict[str, str]]) -> dict[str, str]:
 
 
 def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
-    """Raise a UserError if there is a column that no file has.
+    """Raise a UserError for a column that no file has.
 
     Args:
         missing: Hints by missing column.
@@ -202,7 +202,7 @@ class Rows:
         return self.values[target]
 
     def parse_ids(self, target: str, missing: str = "missing") -> None:
-        """Store a column as ids; texts such as nan and null count as missing.
+        """Store a column as ids; the texts nan and null count as missing.
 
         Args:
             target: Column to store.

@@ -183,7 +183,7 @@ class SequenceBuilder(ABC):
         return events.with_columns(pl.col("^(item|query)_index$").fill_null(-1))
 
     def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Set `as_of`, the time in ms as of which features of an event are taken."""
+        """Set `as_of` to the end of the features of an event, by default its time."""
         return events
 
     def add_features(

@@ -157,7 +157,7 @@ def count_splits(count: Counter[str], name: str, requests: pl.DataFrame) -> None
 
 
 def require_training(num_requests: dict[str, int], noun: str) -> None:
-    """Raise UserError if there is no request to train on.
+    """Raise UserError if no request is in the training split.
 
     Args:
         num_requests: Number of usable requests per split.

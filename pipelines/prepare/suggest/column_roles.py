@@ -81,7 +81,7 @@ def split_name(name: str) -> list[str]:
 
 
 class Column:
-    """First values of a column, and what its name and values indicate."""
+    """A column of a file: its name, its first values, and its likely roles."""
 
     def __init__(self, name: str, values: pl.Series) -> None:
         """Examine a column."""

@@ -32,7 +32,7 @@ IDS = ("user_id", "item_id")
 
 
 def count_time(split: Split) -> pl.Expr:
-    """Return the time in ms as of which the counts of an event are taken.
+    """Return the end in ms of the time that the counts of an event cover.
 
     It is the event's time in training, and the start of its split for candidates of
     validation and test, as all candidates of a user are scored at once.

@@ -143,7 +143,7 @@ class ActionsBuilder(SequenceBuilder):
         return ActionsCounter(self.actions, self.split)
 
     def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Set `as_of`, the time in ms as of which features of an event are taken."""
+        """Set `as_of` to the end of the features of an event."""
         return events.with_columns(as_of=count_time(self.split))
 
     def add_features(

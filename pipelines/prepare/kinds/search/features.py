@@ -69,7 +69,7 @@ def counted_names(config: SearchConfig) -> dict[str, list[str]]:
 
 
 def feature_names(config: SearchConfig, has_clock_times: bool) -> list[str]:
-    """Return the names of the features; without clock times there are no counts."""
+    """Return the names of the features, without counts if times are no clock times."""
     names = list(SHOWN_FEATURES)
     if has_clock_times:
         names += HOURS
