@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -139,27 +138,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
-    """Return a function that creates an empty MLflow store in a folder.
-
-    The function returns the store's URI. It copies a template, as creating a store takes
-    seconds.
-    """
+def new_store() -> Callable[[Path], str]:
+    """Return a function that creates an empty MLflow store in a folder."""
     from pipelines import tracking
 
-    template = tmp_path_factory.mktemp("store") / "mlflow.db"
-    tracking.connect(f"sqlite:///{template}")
+    def create(folder: Path) -> str:
+        """Create a store, and return its URI."""
+        uri = f"sqlite:///{folder}/mlflow.db"
+        tracking.connect(uri)
+        return uri
 
-    def copy(folder: Path) -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (
-            sqlite3.connect(template) as source,
-            sqlite3.connect(folder / "mlflow.db") as target,
-        ):
-            source.backup(target)
-        return f"sqlite:///{folder}/mlflow.db"
-
-    return copy
+    return create
 
 
 @pytest.fixture(scope="session")

@@ -230,7 +230,7 @@ class Sweep(NamedTuple):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Device type of a trial's model."""
-        from pipelines.training.ray_train import wants_gpu
+        from pipelines.training.backends import wants_gpu
 
         return "cuda" if wants_gpu(self.config.ray) else "cpu"
 

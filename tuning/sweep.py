@@ -63,13 +63,9 @@ from pipelines.evaluation.result import (
     record_result,
     to_json,
 )
+from pipelines.training.backends import wants_gpu
 from pipelines.training.config import TrainConfig
-from pipelines.training.ray_train import (
-    check_cluster,
-    is_lost,
-    wants_gpu,
-    worker_resources,
-)
+from pipelines.training.ray_train import check_cluster, is_lost, worker_resources
 from pipelines.training.record import check_equal, read_record, write_record
 from pipelines.training.run import (
     ResolvedTraining,

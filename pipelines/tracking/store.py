@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -221,17 +222,27 @@ def quieten_mlflow() -> None:
 
 
 def create_store(file: str) -> None:
-    """Create a SQLite store under a temporary name, and rename it when it is complete.
+    """Create a SQLite store as a copy of an empty one, which the user's cache keeps.
 
-    MLflow cannot use the incomplete file that a killed process would leave.
+    MLflow's migrations take seconds. The empty store has no experiment, whose artifacts
+    would be where it was made. The copy is renamed when it is complete, as MLflow
+    cannot use the incomplete file that a killed process would leave.
     """
-    from mlflow import MlflowClient
+    from mlflow.db import upgrade
+    from mlflow.version import VERSION
 
+    from models.dataset.columns import cache_folder
+
+    empty = cache_folder().with_name("mlflow") / f"{VERSION}.db"
+    if not empty.exists():
+        empty.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(f"{empty}.{os.getpid()}")
+        upgrade.main([sqlite_uri(made)], standalone_mode=False)
+        made.replace(empty)
     temporary = Path(f"{file}.new")
-    temporary.unlink(missing_ok=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    MlflowClient(sqlite_uri(temporary)).search_experiments(max_results=1)
-    os.replace(temporary, file)
+    shutil.copyfile(empty, temporary)
+    temporary.replace(file)
 
 
 @contextmanager

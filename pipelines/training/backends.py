@@ -7,6 +7,7 @@ same format, so a run can continue in the other one.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import nn
 from core.files import join
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
+from pipelines.training.config import RayOptions
 from pipelines.training.stop import STOP_REQUEST
 
 State = dict[str, Any]
@@ -87,3 +89,16 @@ class LocalBackend:
     def is_preempted(self) -> bool:
         """Return False: the job ends with its node."""
         return False
+
+
+def wants_gpu(options: RayOptions) -> bool:
+    """Return whether workers take GPUs.
+
+    With `use_gpu: auto` they do if the cluster has GPUs, or without Ray this machine.
+    """
+    if options.use_gpu != "auto":
+        return options.use_gpu
+    ray = sys.modules.get("ray")  # a training in this process does not import it
+    if ray and ray.is_initialized():
+        return bool(ray.cluster_resources().get("GPU", 0))
+    return torch.cuda.is_available()

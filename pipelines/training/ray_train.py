@@ -268,18 +268,6 @@ def print_lines(say: Callable[[str], None]) -> Iterator[Queue]:
             lines.shutdown(force=True)
 
 
-def wants_gpu(options: RayOptions) -> bool:
-    """Return whether workers take GPUs.
-
-    With `use_gpu: auto` they do if the cluster has GPUs, or without Ray this machine.
-    """
-    if options.use_gpu != "auto":
-        return options.use_gpu
-    if ray.is_initialized():
-        return bool(ray.cluster_resources().get("GPU", 0))
-    return torch.cuda.is_available()
-
-
 def worker_resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
     """Return the resources that Ray reserves for each worker."""
     needs: dict[str, float] = {"CPU": options.cpus_per_worker}

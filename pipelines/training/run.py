@@ -37,7 +37,7 @@ from models.training.checkpoint import BEST, CONFIG, WEIGHTS, Checkpoint
 from models.training_run import check_fit, check_init
 from pipelines import tracking
 from pipelines.start import start_ray
-from pipelines.training.backends import LocalBackend
+from pipelines.training.backends import LocalBackend, wants_gpu
 from pipelines.training.config import TrainConfig
 from pipelines.training.record import (
     MAY_CHANGE,
@@ -139,8 +139,6 @@ def run_training(
             if is_complete(record, config.fit.max_epochs):
                 say(f"The run '{config.name}' is finished; nothing to do.")
                 return load_result(config, record, say, was_finished=True)
-        from pipelines.training.ray_train import run_workers, wants_gpu
-
         is_submitted = bool(os.environ.get("RAY_ADDRESS"))
         in_process = config.ray.num_workers == 1 and bool(
             trial.on_checkpoint or not is_submitted
@@ -164,6 +162,8 @@ def run_training(
                 if STOP_REQUEST.requested:
                     raise KeyboardInterrupt
             else:
+                from pipelines.training.ray_train import run_workers
+
                 run_workers(config, record.run, use_gpu, say, trial.callbacks)
             last = checkpoint.last(folder)
             if last is None:
