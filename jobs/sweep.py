@@ -79,8 +79,8 @@ def print_results(sweep: Sweep, mlflow_run: RunRef, results: pl.DataFrame) -> No
         print(f"           and {len(ranked) - MAX_PRINTED_TRIALS} more")
     if best := find_best(results):
         print(
-            f"  best        {best['name']}: {sweep.grid.metric} {best['value']:.4f}\n"
-            f"  checkpoint  {best['checkpoint']}"
+            f"  best        {best.name}: {sweep.grid.metric} {best.value:.4f}\n"
+            f"  checkpoint  {best.checkpoint}"
         )
     options = {"experiment": mlflow_run.experiment}
     if sweep.config.smoke:

@@ -33,7 +33,7 @@ from models.metrics.metric import lower_is_better
 from models.model import Model
 from models.retrieval.popular import encode_counts
 from models.training import checkpoint
-from models.training.checkpoint import Checkpoint
+from models.training.checkpoint import Checkpoint, Learned, State
 from models.training.fit_config import FitConfig
 from models.warm_start import collect_row_names, load_extended_weights
 
@@ -181,7 +181,7 @@ class TrainingRun:
         model.fit_in_one_pass(train, val)
 
     @cached_property
-    def popularity(self) -> dict[str, str]:
+    def popularity(self) -> Learned:
         """The counts of the training behaviours by item, if the model ranks them."""
         if self.model.ranks != "catalogue":
             return {}
@@ -201,7 +201,7 @@ class TrainingRun:
         model = self.model.config_to_dict(self.model.config)
         return Checkpoint(
             model=model,
-            fit=vars(self.fit).copy(),
+            fit=self.fit,
             hashes=self.catalogue.hashes,
             code=own_code.find_sources(model),
             learned={
@@ -215,7 +215,7 @@ class TrainingRun:
             **fields,
         )
 
-    def resume(self, folder: str, metadata: Checkpoint) -> dict[str, Any] | None:
+    def resume(self, folder: str, metadata: Checkpoint) -> State | None:
         """Load the weights of a checkpoint of the run in `folder`.
 
         Returns:
@@ -229,7 +229,7 @@ class TrainingRun:
             if not self.model.trains_by_gradient:
                 return None
             state = checkpoint.load_state(copy)
-        has_ended = metadata.epoch == metadata.fit["max_epochs"]
+        has_ended = metadata.epoch == metadata.fit.max_epochs
         if has_ended and metadata.epoch < self.fit.max_epochs:
             state["position"]["stopped"] = False
         return state

@@ -280,7 +280,7 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
 
     before, after = day.before or {}, day.after or {}
     run, best = trained.run, trained.best
-    metric = best.fit["metric"]
+    metric = best.fit.metric
     max_drop = config.max_drop or {metric: 0.05}
     undefined = [name for name in max_drop if name not in after]
     dropped = [

@@ -80,7 +80,7 @@ class Flow:
     """Option that names the additional tables: `sids`, `text`, or empty for none."""
     validate: int = 0
     """Largest number of requests that a validation ranks; 0 for all."""
-    simulate: dict[str, Any] = field(default_factory=dict)
+    simulate: dict[str, int | float | str] = field(default_factory=dict)
     """Options of jobs.simulate."""
 
 
@@ -105,7 +105,7 @@ class QuickstartConfig:
     epochs: PositiveInt | None = None
     """Epochs of each model; by default chosen by the number of requests, so that all
     commands take about ten minutes on two cores."""
-    simulate: dict[str, Any] = field(default_factory=dict)
+    simulate: dict[str, int | float | str] = field(default_factory=dict)
     """Options of jobs.simulate, such as `--simulate.users 500`."""
     seed: Seed = SEED
     """Seed of the trainings. Names of runs contain a seed other than 42, and the

@@ -45,7 +45,6 @@ from pipelines.training.config import RayOptions, TrainConfig, check_run_name
 
 if TYPE_CHECKING:
     from core.schemas import RunRef
-    from pipelines.training.run import ResolvedTraining
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
@@ -194,8 +193,6 @@ class Trial(NamedTuple):
     point: Point
     """Values of the axes."""
     config: TrainConfig | EvaluateConfig
-    resolved: ResolvedTraining | None = None
-    """The training as the driver resolved it; None for an evaluation."""
 
 
 class Sweep(NamedTuple):

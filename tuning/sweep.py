@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 # Of Tune's files of results only the one that `Halving` reads is written.
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
@@ -68,7 +68,6 @@ from pipelines.training.config import TrainConfig
 from pipelines.training.ray_train import check_cluster, is_lost, worker_resources
 from pipelines.training.record import check_equal, read_record, write_record
 from pipelines.training.run import (
-    ResolvedTraining,
     TrialContext,
     check_continues,
     copy_weights,
@@ -252,13 +251,12 @@ def resolve_trials(sweep: Sweep) -> str:
     The catalogue of a model is loaded once for all trials.
     """
     load = cache(load_catalogue)
-    for trial_name, trial in sweep.trials.items():
+    for trial in sweep.trials.values():
         if isinstance(trial.config, TrainConfig):
-            resolved = resolve_training(trial.config, load)
-            sweep.trials[trial_name] = trial._replace(resolved=resolved)
+            resolved, hashes = resolve_training(trial.config, load)
             name = trial.config.model.name
             if record := read_record(trial.config.folder):
-                check_continues(resolved.config, resolved.hashes, record)
+                check_continues(resolved, hashes, record)
         else:
             evaluated = check_evaluation(trial.config)
             name = evaluated.checkpoint.name
@@ -379,7 +377,18 @@ def collect_results(sweep: Sweep, errors: dict[str, str]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema_overrides={"value": pl.Float64})
 
 
-def find_best(results: pl.DataFrame) -> dict[str, Any] | None:
+class BestTrial(NamedTuple):
+    """The best trial of a sweep."""
+
+    name: str
+    value: float
+    """Value of the sweep's metric."""
+    run_id: str
+    """Id of the MLflow run."""
+    checkpoint: str
+
+
+def find_best(results: pl.DataFrame) -> BestTrial | None:
     """Return the best trial of the settings with the largest mean over their seeds.
 
     The mean is over the seeds for which all settings have a value, so that a failed
@@ -394,7 +403,8 @@ def find_best(results: pl.DataFrame) -> dict[str, Any] | None:
     means = groups.agg(mean=pl.col("value").mean())
     ranked = measured.join(means, on="settings", maintain_order="left")
     ranked = ranked.sort("mean", "value", descending=True, maintain_order=True)
-    return next(ranked.iter_rows(named=True), None)
+    rows = ranked.select(BestTrial._fields).iter_rows()
+    return next((BestTrial(*row) for row in rows), None)
 
 
 def finish_sweep(
@@ -414,13 +424,13 @@ def finish_sweep(
         )
         status = "FAILED" if errors else "KILLED"
     elif sweep.grid.job == "train" and best:
-        copy_weights(best["checkpoint"], join(sweep.folder, BEST))
+        copy_weights(best.checkpoint, join(sweep.folder, BEST))
     record.status = "failed" if len(missing) else "finished"
     write_record(sweep.folder, record)
     client.log_dict(run_id, asdict(sweep.grid), "grid.yaml")
     if best:
-        logger.update({f"best/{sweep.metric}": best["value"]}, len(results))
-        logger.tag(**{tracking.BEST_TAG: best["run_id"]})
+        logger.update({f"best/{sweep.metric}": best.value}, len(results))
+        logger.tag(**{tracking.BEST_TAG: best.run_id})
     logger.tag(**{tracking.COMPLETE_TAG: complete})
     experiment_id = client.get_run(run_id).info.experiment_id
     query = f"tags.`{tracking.PARENT_TAG}` = '{run_id}'"
@@ -448,15 +458,15 @@ def run_trial(config: dict[str, Any], sweep: Sweep) -> None:
     try:
         if isinstance(trial.config, EvaluateConfig):
             measure(name, trial.config, sweep, tags)
-        elif trial.resolved:
-            train(trial.resolved, sweep, tags)
+        else:
+            train(trial.config, sweep, tags)
     except Exception as error:
         # before Tune decides whether to start the trial again
         tune.report({ERROR: one_line(error), IS_LOST: is_lost(error)})
         raise
 
 
-def train(training: ResolvedTraining, sweep: Sweep, tags: dict[str, str]) -> None:
+def train(config: TrainConfig, sweep: Sweep, tags: dict[str, str]) -> None:
     """Train a model, and evaluate it on the test split if the sweep requests that.
 
     If the trial has several workers, a Ray task evaluates, as the trial's own process
@@ -470,10 +480,9 @@ def train(training: ResolvedTraining, sweep: Sweep, tags: dict[str, str]) -> Non
         callbacks=[TuneReportCallback()] if has_workers else (),
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
-    config = replace(training.config, experiment=sweep.run.experiment)
-    training = training._replace(config=config)
+    config = replace(config, experiment=sweep.run.experiment)
     # lines of concurrent trials would mix
-    trained = run_training(training, say=lambda line: None, trial=context)
+    trained = run_training(config, say=lambda line: None, trial=context)
     if is_done(config.name, sweep):
         return
     evaluation = EvaluateConfig(
@@ -502,7 +511,7 @@ def measure(
         sweep.folder,
         config={
             "model": evaluated.model,
-            "fit": evaluated.fit,
+            "fit": asdict(evaluated.fit),
             "evaluate": result.options,
             "checkpoint": result.checkpoint,
         },

@@ -19,17 +19,18 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any, cast
 
 import safetensors.torch
 import torch
 from pyarrow import fs
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 from safetensors import SafetensorError
 from torch import nn
+from typing_extensions import TypedDict
 
 from core.errors import UserError, one_line
 from core.files import (
@@ -42,6 +43,7 @@ from core.files import (
 )
 from core.schemas import RunRef
 from core.tables import CHECKED, Table, check_file_names
+from models.training.fit_config import FitConfig
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
@@ -52,6 +54,50 @@ OPTIONAL = "text_items"
 """Table that is optional in training, but required later if training used it."""
 
 
+def keep_known_options(fit: Any) -> Any:
+    """Return options of the training loop without those of earlier versions."""
+    if not isinstance(fit, dict):
+        return fit
+    names = {option.name for option in fields(FitConfig)}
+    return {name: value for name, value in fit.items() if name in names}
+
+
+class Best(TypedDict, total=False):
+    """The best validation of a run so far."""
+
+    value: float | None
+    epoch: int
+    step: int
+    """Number of completed optimizer steps; 0 before the first validation."""
+
+
+class Learned(TypedDict, total=False):
+    """Values other than weights that were learned from the tables."""
+
+    scales: dict[str, Any]
+    """Scales of features, as the model's catalogue has them."""
+    names: dict[str, list[list[Any] | None]]
+    """Values of the rows of embedding tables, by module (`models/warm_start.py`)."""
+    until: int | None
+    """Time in ms at which the training examples end; None without a temporal split."""
+    since: int
+    """Time in ms from which all training examples are used."""
+    choice: str
+    """Options that the model has chosen on validation."""
+    popularity: str
+    """Training behaviours by item, encoded (`models/retrieval/popular.py`)."""
+
+
+class State(TypedDict, total=False):
+    """State of the training loop beside the weights."""
+
+    position: dict[str, Any]
+    """Fields of the loop's `Position`."""
+    optimizer: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    """Full weights of a sharded model."""
+
+
 @dataclass
 class Checkpoint:
     """Content of `config.json`."""
@@ -60,7 +106,9 @@ class Checkpoint:
 
     model: dict[str, Any]
     """Registry name of the model, under `name`, and the fields of its config."""
-    fit: dict[str, Any] = field(default_factory=dict)
+    fit: Annotated[FitConfig, BeforeValidator(keep_known_options)] = field(
+        default_factory=FitConfig
+    )
     """Options of the training loop."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the training tables: `sequences`, `items`, `sids`, `trie`, `queries`,
@@ -71,17 +119,14 @@ class Checkpoint:
     """Number of completed epochs."""
     step: int = 0
     """Number of completed optimizer steps."""
-    best: dict[str, Any] = field(default_factory=dict)
-    """Best validation so far: `value`, `epoch` and `step`; step 0 before the first."""
+    best: Best = field(default_factory=Best)
     tracking: dict[str, str] = field(default_factory=dict)
     """MLflow `run_id`, `uri` and `experiment` of the run; empty without MLflow."""
     timing: dict[str, float] = field(default_factory=dict)
     """Duration and throughput of the training so far."""
     unsent: list[tuple[str, float, int, int]] = field(default_factory=list)
     """Points that MLflow has not taken yet: metric, value, time in ms and step."""
-    learned: dict[str, Any] = field(default_factory=dict)
-    """Values other than weights that were learned from the tables
-    (`models/warm_start.py`, `models/retrieval/popular.py`)."""
+    learned: Learned = field(default_factory=Learned)
     code: dict[str, str] = field(default_factory=dict)
     """Sources of the user's own files that trained the model (`models/registry.py`)."""
     sha256: dict[str, str] = field(default_factory=dict)
@@ -111,7 +156,7 @@ def save(
     uri: str | Path,
     model: nn.Module,
     metadata: Checkpoint,
-    state: dict[str, Any] | None = None,
+    state: State | None = None,
 ) -> None:
     """Create or replace the checkpoint at a path or URI.
 
@@ -139,12 +184,12 @@ def _write_files(
     folder: Path,
     model: nn.Module,
     metadata: Checkpoint,
-    state: dict[str, Any] | None,
+    state: State | None,
 ) -> None:
     """Write the files of a checkpoint, except `config.json`, into a local folder."""
     try:
         if state is not None and "weights" in state:
-            state = dict(state)
+            state = state.copy()
             safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
         else:
             # save_model stores tied weights once
@@ -368,7 +413,7 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
             ) from error
 
 
-def load_state(uri: str | Path) -> dict[str, Any]:
+def load_state(uri: str | Path) -> State:
     """Load the state from which `fit` resumes."""
     with verified(uri, STATE) as path:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return cast(State, torch.load(path, map_location="cpu", weights_only=True))

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError
+from models.training.checkpoint import State
 from models.training.optimizers import optimizer_state
 
 
@@ -88,7 +89,7 @@ class Shards:
                 unit.set_reshard_after_forward(True)
                 unit.reshard()
 
-    def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def full_state(self, optimizer: torch.optim.Optimizer) -> State:
         """Return the full weights and optimizer state on the CPU; empty but on rank 0.
 
         Tied weights are returned once, under the first of their names, as `safetensors`

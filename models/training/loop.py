@@ -36,6 +36,7 @@ from core.errors import UserError, format_duration
 from models.dataset.batch import Batch
 from models.dataset.dataset import Dataset
 from models.training import fsdp
+from models.training.checkpoint import Best, State
 from models.training.cuda_graphs import CudaGraphs
 from models.training.distributed import set_workers
 from models.training.fit_config import FitConfig
@@ -54,8 +55,6 @@ PACE_STEPS = 3
 
 PREFETCHED_BATCHES = 4
 """Batches that a thread collates ahead of a GPU."""
-
-State = dict[str, Any]
 
 Validate = Callable[[nn.Module], tuple[dict[str, float], int]]
 """Return the metrics of all ranks' validation rows, and the number of rows; a
@@ -135,7 +134,7 @@ class Report:
     interrupted: bool = False
     """Whether the generator ends because the run is to stop; it resumes from
     `state`."""
-    state: State = field(default_factory=dict)
+    state: State = field(default_factory=State)
     """State to save in a checkpoint beside the weights; empty if no checkpoint is due.
     It holds live tensors, so save it before the next report is requested. For a sharded
     model it also has the full `weights`; only rank 0 has them and the optimizer state.
@@ -326,12 +325,13 @@ def fit(
         return
 
     def save() -> State:
-        state = (
+        state: State = (
             shards.full_state(optimizer)
             if shards
             else {"optimizer": optimizer_state(optimizer)}
         )
-        return {"position": asdict(at), **state}
+        state["position"] = asdict(at)
+        return state
 
     module, take_step = make_step(model, optimizer, config, device, world, shards)
     steps = train.num_steps(config.batch_size)
@@ -488,7 +488,7 @@ def drop_undefined(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def best_fields(state: State) -> dict[str, Any]:
+def best_fields(state: State) -> Best:
     """Return value, epoch and step of the best validation up to a state."""
     position = state["position"]
     return {

@@ -262,7 +262,7 @@ def judge_results(
                 Baseline(name, ranks_by, metrics, by_user, model.is_diagnostic)
             )
     verdicts = [
-        judge_result(result, measured, trained.fit["metric"])
+        judge_result(result, measured, trained.fit.metric)
         for result, measured in zip(results, baselines, strict=True)
         if measured
     ]

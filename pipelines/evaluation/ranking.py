@@ -92,7 +92,7 @@ def evaluate(
         metrics=metrics,
         requests_per_s=counts["requests_per_s"],
         seconds=time.monotonic() - began,
-        seed=saved.fit.get("seed"),
+        seed=saved.fit.seed,
         options={**config.recommend_options(), "batch_size": config.batch_size},
         hashes={name: current[name] for name in saved.hashes if name in current},
         device=device,

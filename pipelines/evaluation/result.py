@@ -54,7 +54,7 @@ class Result:
     """Wall time of the evaluation."""
     seed: int | None
     """Seed of the training."""
-    options: dict[str, Any]
+    options: dict[str, bool | int | float | str | None]
     """Options of `recommend`, with batch size."""
     hashes: dict[str, str]
     """Hashes of the tables, by table name."""

@@ -16,11 +16,9 @@ from torch import nn
 
 from core.files import join
 from models.training import checkpoint
-from models.training.checkpoint import Checkpoint
+from models.training.checkpoint import Checkpoint, State
 from pipelines.training.config import RayOptions
 from pipelines.training.stop import STOP_REQUEST
-
-State = dict[str, Any]
 
 
 class Backend(Protocol):

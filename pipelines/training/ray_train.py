@@ -32,9 +32,8 @@ from core.errors import UserError, one_line, pluralize
 from core.files import open_uri
 from core.schemas import RunRef
 from models.training import checkpoint
-from models.training.checkpoint import Checkpoint
+from models.training.checkpoint import Checkpoint, State
 from pipelines import cluster, faults
-from pipelines.training.backends import State
 from pipelines.training.config import RayOptions, TrainConfig
 from pipelines.training.worker import train_worker
 

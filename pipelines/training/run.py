@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyarrow import fs
@@ -74,18 +74,6 @@ class TrainingResult:
     """Whether an earlier call finished the run, so that this one did nothing."""
 
 
-class ResolvedTraining(NamedTuple):
-    """A training that fits its tables and checkpoints."""
-
-    config: TrainConfig
-    """Options with absolute paths, and the values that the model takes from
-    checkpoints."""
-    given: Any
-    """Config of the model as the user gave it."""
-    hashes: dict[str, str]
-    """Hashes of the tables."""
-
-
 @dataclass(frozen=True)
 class TrialContext:
     """Settings that a sweep adds to the training of a trial.
@@ -108,7 +96,7 @@ class TrialContext:
 
 
 def run_training(
-    config: TrainConfig | ResolvedTraining,
+    config: TrainConfig,
     *,
     say: Callable[[str], None] = print,
     trial: TrialContext = TrialContext(),
@@ -118,17 +106,15 @@ def run_training(
     A single worker trains in this process unless the job was submitted to a cluster.
 
     Args:
-        config: Configuration as the user gave it, or resolved.
+        config: Configuration as the user gave it.
         say: Called with lines of progress.
         trial: Settings that a sweep adds.
     """
     began = time.monotonic()
-    if isinstance(config, TrainConfig):
-        asked = config.inputs.folders()
-        config = resolve_training(config)
-        for option in asked.keys() - config.config.inputs.folders().keys():
-            say(f"note: the model {config.config.model.name} does not read {option}")
-    config, given, hashes = config
+    given = config
+    config, hashes = resolve_training(given)
+    for option in given.inputs.folders().keys() - config.inputs.folders().keys():
+        say(f"note: the model {config.model.name} does not read {option}")
     folder = config.folder
     with lock_run(config.storage, config.name, trial.lock_timeout_s):
         record = None
@@ -153,7 +139,7 @@ def run_training(
         if record:
             record = reopen_run(config, record, say)
         else:
-            record = open_run(config, given, hashes, trial)
+            record = open_run(config, given.model, hashes, trial)
         with end_failed_run(record.run):
             if in_process:
                 device = torch.device("cuda" if use_gpu else "cpu")
@@ -445,7 +431,7 @@ def copy_weights(source: str, target: str) -> Checkpoint:
 def resolve_training(
     config: TrainConfig,
     load: Callable[[str, Inputs], Any] = load_catalogue,
-) -> ResolvedTraining:
+) -> tuple[TrainConfig, dict[str, str]]:
     """Check a training against its tables and checkpoints, without writing anything.
 
     Args:
@@ -497,7 +483,7 @@ def resolve_training(
         init=init,
         tracking_uri=tracking_uri,
     )
-    return ResolvedTraining(resolved_config, config.model, catalogue.hashes)
+    return resolved_config, catalogue.hashes
 
 
 def locate_encoders(model: Any) -> Any:

@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
 from core.errors import pluralize
 from core.schemas import RunRef
 from models.metrics.ranking_metrics import format_metric
-from models.training.checkpoint import Checkpoint
+from models.training.checkpoint import Checkpoint, State
 from models.training.loop import best_fields, describe, drop_undefined, fit
 from models.training_run import TrainingRun
 from pipelines import tracking
@@ -67,7 +66,7 @@ def train_worker(config: TrainConfig, mlflow_run: RunRef, backend: Backend) -> N
 def train_by_gradient(
     config: TrainConfig,
     run: TrainingRun,
-    state: dict[str, Any] | None,
+    state: State | None,
     last: Checkpoint | None,
     mlflow_run: RunRef,
     backend: Backend,
@@ -184,7 +183,7 @@ def describe_run(
     backend: Backend,
     num_workers: int,
     last: Checkpoint | None,
-    state: dict[str, Any] | None,
+    state: State | None,
 ) -> Iterator[str]:
     """Yield messages about a training before its first step.
 
