@@ -270,8 +270,8 @@ def update_tokenizer(config: TokenizeConfig, items: Table[ItemsInfo]) -> Tokeniz
 def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
     """Return whether the day's model is accepted, and register an accepted model.
 
-    A metric without a value is not compared. If no metric has a value, the model is not
-    accepted. The decision is a tag of the training's MLflow run.
+    A metric without a value on the day is not compared. The decision is a tag of the
+    training's MLflow run.
     """
     from pipelines import tracking
     from pipelines.comparison.verdicts import BELOW, build_fit, describe_verdict
@@ -282,16 +282,12 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
     run, best = trained.run, trained.best
     metric = best.fit.metric
     max_drop = config.max_drop or {metric: 0.05}
-    undefined = [name for name in max_drop if name not in after]
     dropped = [
         name
         for name, share in max_drop.items()
-        if name in before
-        and name in after
+        if name in before.keys() & after
         and after[name] < before[name] - share * abs(before[name])
     ]
-    if before and len(undefined) == len(max_drop):
-        dropped = undefined
     logger = tracking.Logger(run)
     running_metrics = {f"running/{name}": value for name, value in before.items()}
     logger.update(running_metrics, best.step)
@@ -306,8 +302,6 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
     verdicts = day.baselines or []
     for verdict in verdicts:
         print(f"  {describe_verdict(verdict)}")
-    if undefined:
-        print(f"note: {', '.join(undefined)} has no value, and is not compared")
     if dropped:
         print(
             f"not accepted: {', '.join(dropped)} dropped by more than max_drop allows; "
