@@ -62,9 +62,7 @@ FLT_MAX, mark a missing value."""
 PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
 """Pattern of the name of a part, with the first digits of the part's SHA-256."""
 
-JOB_FILES = re.compile(
-    r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?"
-)
+JOB_FILES = re.compile(r"(part-[0-9a-f]{20}\.parquet|manifest\.json)(\.\d+\.tmp)?")
 """Pattern of the names of files that jobs write into the folder of a table. Files with
 other names belong to the user."""
 
