@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -76,7 +76,7 @@ class Learned(TypedDict, total=False):
 
     scales: dict[str, Any]
     """Scales of features, as the model's catalogue has them."""
-    names: dict[str, list[list[Any] | None]]
+    names: dict[str, Sequence[Sequence[Any] | None]]
     """Values of the rows of embedding tables, by module (`models/warm_start.py`)."""
     until: int | None
     """Time in ms at which the training examples end; None without a temporal split."""
