@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from core.schemas import Inputs, SequencesInfo
@@ -29,15 +28,18 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
+from tests.fixtures import trainings
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.golden import check_golden
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import change_sequences
 from tests.fixtures.trainings import build_training, first_epoch
 
-CASES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("rankers.yaml").read_text()
-)
+CASES = {
+    case: options
+    for case, options in trainings.CASES.items()
+    if registry.find(options["name"]).kind.name != "retrieval"
+}
 """Options of the models and of their variants."""
 GRADIENT = [
     case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from core.errors import UserError
+from models.text.pretrained import MINILM_PACKAGE
 from models.text.text_encoder import TextEncoder, check_encoder, load_saved
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
@@ -199,3 +201,14 @@ def test_faulty_folders_are_refused_in_one_line(
     with pytest.raises(UserError, match=fragment) as caught:
         check_encoder(str(tmp_path), "folder", 256, 8)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(MINILM_PACKAGE) is None,
+    reason="the extra 'encoder' is not installed",
+)
+def test_minilm_is_read_from_its_package() -> None:
+    lamp, light, tax = TextEncoder("minilm", "mean", 24, 8).encode(
+        ["a red lamp", "a light for a table", "income tax"]
+    )
+    assert lamp @ light > lamp @ tax

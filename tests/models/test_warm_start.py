@@ -26,9 +26,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
 from models.warm_start import extend_values
-from pipelines.prepare.prepare import prepare
-from pipelines.prepare.reading.log import parse_log
-from tests.fixtures.commands import read_config, read_rows
+from tests.fixtures.commands import prepare_log, read_rows
 from tests.fixtures.trainings import build_training, first_epoch
 
 DAY_MS = 86_400_000
@@ -93,14 +91,8 @@ def append_days(folder: Path, kind: str) -> Inputs:
             "numbers": {"size": "size"},
         },
     }
-    config = read_config({**CONFIG, "kind": kind})
-    prepare(
-        parse_log(source),
-        str(folder / "raw"),
-        str(folder / "tables"),
-        config,
-        existing="append",
-    )
+    mapping = {**source, "prepare": {**CONFIG, "kind": kind}}
+    prepare_log(mapping, folder / "raw", folder / "tables", append=True)
     return Inputs(str(folder / "tables"))
 
 

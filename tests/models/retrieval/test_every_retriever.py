@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
+from models import registry
 from models.cpu import kernels
 from models.dataset.batch import PAD
 from models.loaded_model import build_model, load_model
@@ -28,6 +29,7 @@ from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
 from models.retrieval.tiger.decoder import T5Decoder
 from models.training import checkpoint
+from tests.fixtures import trainings
 from tests.fixtures.golden import check_golden
 from tests.fixtures.small_retrieval import (
     ITEMS,
@@ -39,9 +41,11 @@ from tests.fixtures.small_retrieval import (
 )
 
 ABLATIONS = Path(__file__).parents[3] / "jobs/configs/retrieval/ablations"
-ALL: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("retrievers.yaml").read_text()
-)
+ALL = {
+    case: options
+    for case, options in trainings.CASES.items()
+    if registry.find(options["name"]).kind.name == "retrieval"
+}
 """Options of the models and of their variants."""
 for path in sorted(ABLATIONS.glob("sid_mlp/*.yaml")) + sorted(
     ABLATIONS.glob("one_layer/*.yaml")

@@ -1,26 +1,21 @@
-"""`prepare` of a raw log of actions: the tables it writes and the inputs it rejects."""
+"""`prepare` of a log of actions: tasks, features and splits, and attributes of users."""
 
 from __future__ import annotations
 
-import gzip
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from core.tables import read_manifest
 from models.actions.requests import ACTIONS
 from pipelines.prepare.audit.rules import audit
-from pipelines.prepare.prepare import prepare
-from pipelines.prepare.reading.log import load_source
-from tests.fixtures.commands import load_split, read_config, read_rows
+from tests.fixtures.commands import load_split, prepare_log, read_rows
 
 START = 1_600_000_000_000
 SOURCE = {
-    "files": "log_standard*.csv*",
+    "files": "log.csv",
     "user": "u",
     "item": "i",
     "time": {"column": "t", "unit": "ms"},
@@ -44,7 +39,6 @@ SOURCE = {
             "val_start": START + 20,
             "test_start": START + 30,
         },
-        "max_rejects": 1,
         "actions": {
             "tasks": {"liked": {"label": "rating", "at_least": 4}},
             "inputs": {"rating": {"label": "rating"}},
@@ -64,6 +58,7 @@ LOG = [
     "old,a,1600000000001,1,0,0,4.5",
     "old,b,1600000000002,0,0,0,1",
     "old,a,1600000000003,1,1,0,2",
+    "old,a,1600000000006,1,0,0,0.5",
     "old,b,1600000000025,0,1,0,",
     "new,a,1600000000031,1,0,0,5",  # a user with candidates and no context
     "new,b,1600000000032,0,0,0,3",
@@ -71,50 +66,13 @@ LOG = [
 ]
 
 
-def write_raw_log(
-    folder: Path,
-    lines: list[str],
-    gzip_files: dict[str, list[str]] | None = None,
-    **source: Any,
-) -> tuple[Any, dict, str]:
-    """Write a raw log and load its source.
-
-    Args:
-        folder: A new folder for the raw files and `source.yaml`.
-        lines: Lines of the first file, with its header.
-        gzip_files: Lines of further files without their header, by name.
-        source: Keys of the source that replace or extend `SOURCE`.
-
-    Returns:
-        The source, its `prepare` section, and the folder.
-    """
-    folder.mkdir()
-    (folder / "log_standard_1.csv").write_text("\n".join(lines) + "\n")
-    for name, content in (gzip_files or {}).items():
-        text = "\n".join([LOG[0], *content]) + "\n"
-        (folder / name).write_bytes(gzip.compress(text.encode()))
+def prepare_feed(folder: Path, lines: list[str], **changes: Any) -> str:
+    """Prepare a log with some keys of its mapping changed; return its tables."""
+    (folder / "log.csv").write_text("\n".join(lines) + "\n")
     (folder / "items.csv").write_text("i,a,s\na,x,1.5\nb,,\n")
     (folder / "users.csv").write_text("id,age\nold,70\nnew,20\nold,7\n")
-    (folder / "source.yaml").write_text(yaml.safe_dump({**SOURCE, **source}))
-    return *load_source(str(folder / "source.yaml")), str(folder)
-
-
-def prepare_log(
-    folder: Path,
-    lines: list[str],
-    *layers: dict,
-    gzip_files: dict | None = None,
-    **source: Any,
-) -> tuple[str, list[str]]:
-    """Prepare a raw log; return its tables and the reported lines."""
-    log_source, defaults, raw = write_raw_log(
-        folder / "raw", lines, gzip_files, **source
-    )
-    tables = str(folder / "tables")
-    reported: list[str] = []
-    config = read_config(defaults, *layers)
-    prepare(log_source, raw, tables, config, report=reported.append)
-    return tables, reported
+    prepare_log(SOURCE | changes, folder, folder / "tables")
+    return str(folder / "tables")
 
 
 def read_users(tables: str) -> dict[str, dict[str, Any]]:
@@ -123,53 +81,16 @@ def read_users(tables: str) -> dict[str, dict[str, Any]]:
     return {row["user_id"]: row for row in rows}
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared log and the lines reported meanwhile."""
+def test_sequences_have_tasks_features_and_split_boundaries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = prepare_feed(tmp_path, LOG)
 
-    folder: Path
-    tables: str
-    reported: list[str]
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return read_manifest(self.tables + "/sequences").info
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Tables of a log of two files, with duplicates, bad actions, a constant action and
-    a user without context.
-    """
-    folder = tmp_path_factory.mktemp("prepared")
-    second_file = [
-        LOG[3],
-        "old,b,1600000000004,2,0,0,3",
-        "old,b,1600000000005,0,0,0,7.5",
-        "old,a,1600000000006,1,0,0,0.5",
-    ]
-    gzip_files = {"log_standard_2.csv.gz": second_file}
-    tables, reported = prepare_log(folder, LOG, gzip_files=gzip_files)
-    return Prepared(folder, tables, reported)
-
-
-def test_constant_tasks_and_actions_are_dropped(prepared: Prepared) -> None:
-    info = prepared.info
+    info, users = read_manifest(f"{tables}/sequences").info, read_users(tables)
     assert info["tasks"] == ["liked", "click", "like"]
     assert info["actions"] == ["rating", "click", "like"]
-    assert info["dropped"] == {
-        "task never": "0 for all 4 training events",
-        "action never": "0 for all 4 training events",
-    }
-    assert any(
-        line.startswith("dropped: task never is 0 for all")
-        for line in prepared.reported
-    )
-
-
-def test_sequences_have_tasks_features_and_split_boundaries(prepared: Prepared) -> None:
-    info, users = prepared.info, read_users(prepared.tables)
-
+    assert info["dropped"].keys() == {"task never", "action never"}
+    assert "task never is 0 for all 4 training events" in capsys.readouterr().out
     assert (users["old"]["train_end"], users["old"]["val_end"]) == (4, 5)
     assert (users["new"]["train_end"], users["new"]["val_end"]) == (0, 0)
     assert users["old"]["tasks"] == [
@@ -188,24 +109,18 @@ def test_sequences_have_tasks_features_and_split_boundaries(prepared: Prepared) 
     assert info["users_without_context"] == {"train": 1, "val": 0, "test": 1}
 
 
-def prepare_viewers(folder: Path) -> str:
-    """Prepare the log with an attribute of users and a category of events."""
-    places = ["place", "home", "home", "", "shop", "shop", "home", "home"]
-    lines = [f"{line},{place}" for line, place in zip(LOG, places, strict=True)]
-    tables, _ = prepare_log(folder, lines, users=USERS, categories=["place"])
-    return tables
-
-
 def test_attributes_of_users_and_categories_of_events_are_features_of_events(
     tmp_path: Path,
 ) -> None:
     """The first row of a user counts; the vocabulary is that of training events."""
-    tables = prepare_viewers(tmp_path)
+    places = ["place", "home", "home", "", "home", "shop", "shop", "home", "home"]
+    lines = [f"{line},{place}" for line, place in zip(LOG, places, strict=True)]
+    tables = prepare_feed(tmp_path, lines, users=USERS, categories=["place"])
 
     users = read_users(tables)
-    assert users["old"]["cat_age"] == ["70"] * 5
+    assert users["old"]["cat_age"] == ["70"] * 6
     assert users["new"]["cat_age"] == ["20"] * 2
-    assert users["old"]["cat_place"] == ["home", "home", None, "shop", "home"]
+    assert users["old"]["cat_place"] == ["home", "home", None, "home", "shop", "home"]
     viewers = read_manifest(tables + "/sequences").info["viewers"]
     assert viewers == {"place": ["home"], "age": ["70"]}
     assert not [rule.name for rule in audit(tables) if rule.violations]

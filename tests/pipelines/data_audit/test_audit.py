@@ -18,10 +18,14 @@ from core.schemas import SequencesInfo
 from core.tables import commit, open_table, read_manifest, write_part
 from jobs import audit as job
 from pipelines.prepare.audit.rules import RULES, audit
-from pipelines.prepare.prepare import prepare
-from pipelines.prepare.reading.log import parse_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
-from tests.fixtures.commands import read_column, read_config, read_rows, read_table
+from tests.fixtures.commands import (
+    prepare_log,
+    read_column,
+    read_rows,
+    read_table,
+    write_rows,
+)
 
 BEGIN = 1_600_000_000_000
 SOURCE = {
@@ -31,22 +35,16 @@ SOURCE = {
     "time": {"column": "ms", "unit": "ms"},
     "query": "query",
     "labels": {"click": {"column": "click"}},
+    "prepare": {"core": 0, "split": {"by": "leave_last_out"}},
 }
 
 
-def prepare_log(folder: Path, rows: list[Row], **settings: Any) -> str:
+def prepare_rows(folder: Path, rows: list[Row], **options: Any) -> str:
     """Write a log and return the path of its tables."""
     folder.mkdir(exist_ok=True)
-    lines = [json.dumps({"query": None, "click": True, **row}) for row in rows]
-    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
-    config = read_config({"core": 0, "split": {"by": "leave_last_out"}, **settings})
-    prepare(
-        parse_log(SOURCE),
-        str(folder),
-        str(folder / "tables"),
-        config,
-        report=lambda line: None,
-    )
+    rows = [{"query": None, "click": True, **row} for row in rows]
+    write_rows(folder / "log.jsonl", rows)
+    prepare_log(SOURCE, folder, folder / "tables", **options)
     return str(folder / "tables")
 
 
@@ -66,7 +64,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> str:
         for _ in range(90)
     ]
     folder = tmp_path_factory.mktemp("log")
-    return prepare_log(folder, rows + rows[:5], duplicates="keep")
+    return prepare_rows(folder, rows + rows[:5], duplicates="keep")
 
 
 def test_correct_tables_pass_every_rule_of_their_kind(prepared: str) -> None:
@@ -265,7 +263,7 @@ def test_an_item_that_only_the_whole_k_core_drops_is_found(tmp_path: Path) -> No
     ]
     rows += [{"user": "c", "item": "i9", "ms": BEGIN + t} for t in range(2)]
     rows.append({"user": "a", "item": "i9", "ms": BEGIN + 9})
-    correct = prepare_log(tmp_path / "log", rows, core=3)
+    correct = prepare_rows(tmp_path / "log", rows, core=3)
     assert find_violations(correct) == {}
 
     with_item = copy_with_change(
@@ -285,7 +283,7 @@ def test_a_wrong_temporal_split_breaks_the_rule_of_splits(tmp_path: Path) -> Non
         {"user": f"u{n % 3}", "item": f"i{n % 5}", "ms": BEGIN + n * 1000}
         for n in range(60)
     ]
-    tables = prepare_log(tmp_path / "log", rows, split={"by": "temporal"}, core=2)
+    tables = prepare_rows(tmp_path / "log", rows, core=2, **{"split.by": "temporal"})
     [note] = [rule.note for rule in audit(tables) if rule.name == "catalogue"]
     assert "core_window: all" in note
 

@@ -8,14 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-from transformers import (
-    AutoModel,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-)
 
 from core.errors import UserError
 from pipelines.encode import texts as embed
@@ -26,6 +18,7 @@ from pipelines.encode.texts import (
     fit_pca,
     item_texts,
 )
+from tests.fixtures.encoders import encode_alone, save_bert
 
 WORDS = [
     "red",
@@ -47,39 +40,7 @@ TEXTS = [
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a random BERT of width 16 with the vocabulary WORDS."""
-    folder = tmp_path_factory.mktemp("bert")
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    (folder / "vocab.txt").write_text("\n".join(tokens))
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokens),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=12,
-        initializer_range=0.5,
-    )
-    BertModel(config).eval().save_pretrained(folder)
-    BertTokenizerFast(
-        vocab={token: i for i, token in enumerate(tokens)}, model_max_length=12
-    ).save_pretrained(folder)
-    return str(folder)
-
-
-def encode_alone(
-    folder: str, text: str, pooling: str, max_tokens: int = 12
-) -> np.ndarray:
-    """Encode a single text with the model, so without padding."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder).eval()
-    tokens = tokenizer(
-        text, truncation=True, max_length=max_tokens, return_tensors="pt"
-    )
-    with torch.inference_mode():
-        states = model(**tokens)[0][0]  # (tokens, width)
-    vector = states[0] if pooling == "cls" else states.mean(0)
-    return (vector / vector.norm()).numpy()
+    return save_bert(tmp_path_factory.mktemp("bert"), WORDS, 12)
 
 
 def test_actors_encode_as_the_model_does_for_single_texts(
@@ -95,7 +56,9 @@ def test_actors_encode_as_the_model_does_for_single_texts(
         lines.append,
     )
 
-    expected = np.stack([encode_alone(tiny_bert, text, "mean") for text in TEXTS])
+    expected = np.stack(
+        [encode_alone(tiny_bert, text, pooling="mean", max_tokens=12) for text in TEXTS]
+    )
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     distinct = len(set(TEXTS))

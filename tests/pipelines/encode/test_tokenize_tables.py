@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from core.schemas import SIDS, TRIE, EmbeddingsInfo, RetrievalInfo
+from core.schemas import EmbeddingsInfo, RetrievalInfo
 from core.tables import Table, open_table, read_manifest
 from models.retrieval.requests import find_train_items
 from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.tokenize import read_codes, tokenize
 from tests.fixtures.commands import read_table
-from tests.fixtures.item_tables import read_vectors, write_items
+from tests.fixtures.item_tables import write_items
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
@@ -104,20 +104,14 @@ def test_tables_record_their_inputs_and_describe_the_codes(
 
     assert was_written
     embeddings = open_table(str(output / "embeddings"), EmbeddingsInfo)
-    assert embeddings.inputs["items"] == items.hash
     assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
     assert trie.inputs == {"sids": sids.hash}
-    assert (sids.info.items_hash, sids.info.tokenizer) == (items.hash, "rqkmeans")
+    assert sids.info.items_hash == items.hash
     assert sids.info.conflict_level
     assert sids.info.codebook_sizes[:2] == [8, 8]
-    measures = sids.info.measures
-    assert measures.reconstruction_error is not None
-    assert len(measures.levels) == 2
+    assert sids.info.measures.reconstruction_error is not None
     assert trie.info.codebook_sizes == sids.info.codebook_sizes
     assert (trie.info.levels, trie.info.items) == (3, COUNT)
-    assert read_table(str(output / "sids")).schema.equals(SIDS)
-    assert read_table(str(output / "trie")).schema.equals(TRIE)
-    assert read_vectors(str(output / "embeddings")).shape == (COUNT, 6)
     codes = read_codes(sids)
     assert len(np.unique(codes, axis=0)) == COUNT
     assert (codes < np.array(sids.info.codebook_sizes)).all()
@@ -126,7 +120,7 @@ def test_tables_record_their_inputs_and_describe_the_codes(
 
 def test_a_second_run_writes_only_missing_tables(items: Table, tmp_path: Path) -> None:
     output = tmp_path / "sids"
-    sids, trie, _ = tokenize_items(items, output)
+    _, trie, _ = tokenize_items(items, output)
     change_times = read_change_times(output)
 
     _, _, was_written = tokenize_items(items, output)
@@ -141,10 +135,6 @@ def test_a_second_run_writes_only_missing_tables(items: Table, tmp_path: Path) -
         name: time for name, time in change_times.items() if name[:4] != "trie"
     }
     assert other_tables.items() <= read_change_times(output).items()
-
-    new_sids, _, was_written = tokenize_items(items, output, overwrite=True)
-    assert was_written
-    assert new_sids.hash == sids.hash
 
 
 def test_tokenizers_share_embeddings(items: Table, tmp_path: Path) -> None:
@@ -163,8 +153,6 @@ def test_tokenizers_share_embeddings(items: Table, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="embeddings was made with pca 6, not 5"):
         tokenize_items(items, tmp_path / "c", embeddings=shared, pca=5)
     assert not (tmp_path / "c/sids").exists()
-    tokenize_items(items, tmp_path / "c", embeddings=shared, pca=5, overwrite=True)
-    assert read_vectors(shared).shape == (COUNT, 5)
 
 
 def test_other_settings_need_overwrite_and_replace_all_tables(

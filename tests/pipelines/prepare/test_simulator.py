@@ -10,7 +10,6 @@ import polars as pl
 import pytest
 
 from core.errors import UserError
-from jobs import cli, simulate
 from pipelines.prepare.kinds.registry import KINDS
 from pipelines.prepare.kinds.simulation import DAY_MS, MAKERS, write_log
 from pipelines.prepare.settings.simulation import Settings
@@ -100,14 +99,3 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> 
     with pytest.raises(UserError, match="holds other files"):
         draw_log(tmp_path, "retrieval", Settings())
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_the_job_names_the_mapping_of_the_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--kind", "search", "--users", "20", "--output", str(tmp_path / "raw")]
-    config = cli.config_from_words(simulate, words)
-    simulate.run(config)
-    assert "sources/simulated_search.yaml" in capsys.readouterr().out
-    simulate.run(config)
-    assert "up to date" in capsys.readouterr().out

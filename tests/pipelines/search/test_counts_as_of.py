@@ -9,41 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from core.files import join
 from core.schemas import SearchInfo
 from core.tables import open_table, read_manifest
 from models.search.counts import Counts
-from pipelines.prepare.prepare import prepare
-from pipelines.prepare.reading.log import load_source
-from tests.fixtures.commands import read_column, read_config, read_rows, read_table
-from tests.fixtures.search_log import DAY_MS, draw_searches, write_log
+from tests.fixtures.commands import read_column, read_rows, read_table
+from tests.fixtures.search_log import DAY_MS, draw_searches, prepare_searches
 
 ITEMS = [f"i{n}" for n in range(15)] + ["never"]
 PROBE_QUERIES = ("red", "blue", "red lamp", None, "never asked")
-
-
-def prepare_log(
-    folder: Path,
-    rows: list[dict[str, Any]],
-    partitions: int | None,
-    click_delay_minutes: float,
-    **options: Any,
-) -> str:
-    """Prepare a raw log whose clicks have a delay; return its tables."""
-    folder.mkdir()
-    _, _, raw = write_log(folder, rows, partitions)
-    content = yaml.safe_load((folder / "source.yaml").read_text())
-    if click_delay_minutes:
-        content["labels"]["click"]["delay_minutes"] = click_delay_minutes
-    (folder / "source.yaml").write_text(yaml.safe_dump(content))
-    source, defaults = load_source(str(folder / "source.yaml"))
-    config = read_config(
-        defaults, {"partitions": partitions, "max_rejects": 0.2, **options}
-    )
-    prepare(source, raw, str(folder / "out"), config, report=str)
-    return str(folder / "out")
 
 
 def make_probes(moment: int) -> list[dict[str, Any]]:
@@ -105,27 +80,26 @@ def test_counts_as_of_a_moment_equal_those_of_a_search_at_that_moment(
 ) -> None:
     rows = draw_searches()
     times = sorted(row["ms"] for row in rows)
-    options = {"search": {"delay_minutes": delay}}
+    labels = {"click": {"delay_minutes": click_delay_minutes}}
+    changes = {"labels": labels} if click_delay_minutes else {}
+    options: dict[str, Any] = {"search.delay_minutes": delay}
+    if partitions:
+        options["partitions"] = partitions
     # some searches are at the first and third moment itself
     moments = [times[60], times[60] + 1, times[90], times[-1] + 3 * DAY_MS]
     assert [moment in times for moment in moments] == [True, False, True, False]
     for number, moment in enumerate(moments[:1] if partitions else moments):
-        whole = prepare_log(
+        whole = prepare_searches(
             tmp_path / f"whole-{number}",
             rows,
-            partitions,
-            click_delay_minutes,
-            counts_as_of=str(moment),
+            changes,
+            counts_as_of=moment,
             **options,
         )
         earlier = [row for row in rows if row["ms"] < moment]
         probes = make_probes(moment)
-        ends_at_moment = prepare_log(
-            tmp_path / f"cut-{number}",
-            earlier + probes,
-            partitions,
-            click_delay_minutes,
-            **options,
+        ends_at_moment = prepare_searches(
+            tmp_path / f"cut-{number}", earlier + probes, changes, **options
         )
 
         counts_uri = join(whole, "counts")
@@ -137,16 +111,16 @@ def test_counts_as_of_a_moment_equal_those_of_a_search_at_that_moment(
         )
 
 
-def test_another_moment_replaces_the_counts_and_no_other_table(tmp_path: Path) -> None:
-    rows, reported = draw_searches(), []
-    source, config, raw = write_log(tmp_path, rows, None)
-    tables = str(tmp_path / "out")
+def test_another_moment_replaces_the_counts_and_no_other_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = draw_searches()
     first, second = rows[0]["ms"], rows[1]["ms"]
 
     table_hashes, count_hashes = [], []
     for moment in (None, first, second, second):
-        config.counts_as_of = moment
-        prepare(source, raw, tables, config, report=reported.append)
+        options = {"counts_as_of": moment} if moment else {}
+        tables = prepare_searches(tmp_path, rows, **options)
         names = ("events", "items", "sequences")
         hashes = [read_manifest(join(tables, name)).hash for name in names]
         table_hashes.append(hashes)
@@ -155,5 +129,4 @@ def test_another_moment_replaces_the_counts_and_no_other_table(tmp_path: Path) -
 
     assert table_hashes == [table_hashes[0]] * 4
     assert count_hashes[0] != count_hashes[1] == count_hashes[2]
-    up_to_date = [line for line in reported if line.startswith("counts: up")]
-    assert [line[:34] for line in up_to_date] == ["counts: up to date, as of 2019-04-"]
+    assert capsys.readouterr().out.count("counts: up to date, as of 2019-04-") == 1

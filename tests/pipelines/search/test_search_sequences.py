@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from core.schemas import Split
 from core.tables import read_manifest, write_part
 from pipelines.prepare.events.parts import read_events
 from pipelines.prepare.kinds.search.sequences import SearchBuilder
-from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import parse_log
-from pipelines.prepare.reading.times import Time
 from pipelines.prepare.sequences.counts import Lookups
 from tests.fixtures.commands import read_config
-from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
+from tests.fixtures.search_log import DAY_MS, draw_searches, prepare_searches
 
 MAPPING: dict[str, Any] = {
     "files": "log.jsonl",
@@ -65,16 +62,12 @@ def write_events(
 
 def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
     rows = [row | {"ms": number} for number, row in enumerate(draw_searches(60))]
-    source, _, raw = write_log(tmp_path, rows)
-    source = replace(source, time=Time("ms", "order"))
-    config = read_config(
-        SEARCH_SOURCE["prepare"] | {"split": {"by": "leave_last_out"}},
-        {"max_rejects": 0.1},
-    )
+    changes = {"time": {"unit": "order"}, "prepare": {"split": None}}
+    options = {"split.by": "leave_last_out"}
 
-    prepare(source, raw, str(tmp_path / "out"), config, report=str)
+    tables = prepare_searches(tmp_path, rows, changes, **options)
 
-    info = read_manifest(str(tmp_path / "out" / "sequences")).info
+    info = read_manifest(f"{tables}/sequences").info
     assert info["features"] == ["position", "page"]
     assert info["windows"] == []
     assert info["split"]["by"] == "leave_last_out"

@@ -4,34 +4,23 @@ equals its encoding alone.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import (
-    AutoModel,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-)
 
 from core.errors import UserError
 from core.files import join
 from core.schemas import Inputs
 from core.tables import Table, read_manifest
 from jobs import encode as job
-from models.text.pretrained import MINILM_PACKAGE, load_pretrained
 from models.text.text_encoder import TextEncoder
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -43,16 +32,18 @@ from pipelines.prepare.kinds.simulation import (
     NOUNS,
     STYLES,
     TRAITS,
-    draw_searches,
-    write_log,
 )
-from pipelines.prepare.prepare import prepare
-from pipelines.prepare.reading.log import load_source
-from pipelines.prepare.settings.simulation import Settings
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
-from tests.fixtures.commands import read_column, read_config, read_rows, read_table
-from tests.fixtures.trainings import build_training, first_epoch
+from tests.fixtures.commands import (
+    prepare_log,
+    read_column,
+    read_rows,
+    read_table,
+    run_job,
+)
+from tests.fixtures.encoders import encode_alone, save_bert
+from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive
 
@@ -66,41 +57,17 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a random BERT of width 16 whose vocabulary is the words of simulated
     items.
     """
-    folder = tmp_path_factory.mktemp("bert")
-    words = sorted(
-        {word.lower() for word in [*NOUNS, *STYLES, *TRAITS, *MAKERS, "made", "by"]}
-    )
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokens),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=40,
-        initializer_range=0.5,
-    )
-    BertModel(config).eval().save_pretrained(folder)
-    BertTokenizerFast(
-        vocab={token: i for i, token in enumerate(tokens)}, model_max_length=40
-    ).save_pretrained(folder)
-    return str(folder)
+    words = {word.lower() for word in [*NOUNS, *STYLES, *TRAITS, *MAKERS, "made", "by"]}
+    return save_bert(tmp_path_factory.mktemp("bert"), sorted(words), 40)
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     """Tables of a small simulated log, in two parts."""
     folder = tmp_path_factory.mktemp("text")
-    write_log(str(folder / "raw"), "search", Settings(20, 50, 60, 3), draw_searches)
-    source, defaults = load_source(str(SOURCE))
-    prepare(
-        source,
-        str(folder / "raw"),
-        str(folder / "tables"),
-        read_config(defaults, {"partitions": 2}),
-        report=str,
-    )
+    sizes = {"users": 20, "items": 50, "events": 60, "seed": 3}
+    run_job("simulate", kind="search", output=folder / "raw", **sizes)
+    prepare_log(SOURCE.read_text(), folder / "raw", folder / "tables", partitions=2)
     return str(folder / "tables")
 
 
@@ -123,18 +90,6 @@ def read_pairs(tables: str) -> list[tuple[int, int]]:
 
 def to_vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
     return np.array(table[column].to_pylist(), dtype=np.float32)
-
-
-def encode_pair_alone(folder: str, query: str, document: str) -> np.ndarray:
-    """Return the state of [CLS] of one pair, of length 1."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder).eval()
-    inputs = tokenizer(
-        query, document, truncation=True, max_length=24, return_tensors="pt"
-    )
-    with torch.inference_mode():
-        pooled = model(**inputs)[0][0, 0]
-    return (pooled / pooled.norm()).numpy()
 
 
 @dataclass(frozen=True)
@@ -201,37 +156,13 @@ def test_every_pair_is_encoded_once_and_as_if_alone(
     assert keys == read_pairs(tables)
     for index in range(0, len(keys), 37):
         item, query = keys[index]
-        pooled = encode_pair_alone(bert, queries[query], items[item])
+        pooled = encode_alone(bert, queries[query], items[item])
         np.testing.assert_allclose(embeddings[index], pooled, atol=1e-5)
     manifest = encoded.manifests["pairs"]
     assert len(manifest.files) == -(-len(keys) // 100) > 1
     assert manifest.info.width == 16
     sequences = read_manifest(join(tables, "sequences"))
     assert manifest.inputs["sequences"] == sequences.hash
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec(MINILM_PACKAGE) is None,
-    reason="the extra 'encoder' is not installed",
-)
-def test_the_user_tower_starts_at_a_published_encoder(
-    tables: str, tmp_path: Path
-) -> None:
-    text = str(tmp_path / "text")
-    config = TextConfig(max_tokens=24, pooling="mean")
-    encode_log(EncodeConfig(tables, text, "minilm", embed=config), say=str)
-    run = build_training(
-        {"name": "hllm", "pretrained": "minilm"},
-        FitConfig(batch_size=4),
-        Inputs(tables, text=text),
-    )
-    model: Any = run.model.eval()
-    layers = load_pretrained("minilm", AutoModel).encoder.state_dict()
-    user_tower = model.encoder.bert.encoder.state_dict()
-    assert all(torch.equal(user_tower[name], layers[name]) for name in layers)
-    model.train()(next(iter(first_epoch(run))))["loss"].backward()
-    for layer in model.encoder.bert.encoder.layer:
-        assert layer.output.dense.weight.grad.abs().sum() > 0
 
 
 def test_tfidf_replaces_the_embeddings(
@@ -266,20 +197,24 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
     ]
     (raw / "log.csv").write_text("user,search,ms,query,item,click\n" + "\n".join(rows))
     (raw / "items.csv").write_text("item,title\na,red lamp shade\nb,blue lamp oil\n")
-    (tmp_path / "source.yaml").write_text(
-        "{files: log.csv, user: user, item: item, request: search, query: query, "
-        "time: {column: ms, unit: ms}, labels: {click: {column: click}}, "
-        "items: {files: items.csv, item: item, texts: [title]}}"
-    )
-    source, _ = load_source(str(tmp_path / "source.yaml"))
-    tables = str(tmp_path / "tables")
-    options = {
-        "kind": "search",
-        "core": 0,
-        "behaviour": "click",
-        "split": {"by": "leave_last_out"},
+    mapping = {
+        "files": "log.csv",
+        "user": "user",
+        "item": "item",
+        "request": "search",
+        "query": "query",
+        "time": {"column": "ms", "unit": "ms"},
+        "labels": {"click": {"column": "click"}},
+        "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
+        "prepare": {
+            "kind": "search",
+            "core": 0,
+            "behaviour": "click",
+            "split": {"by": "leave_last_out"},
+        },
     }
-    prepare(source, str(raw), tables, read_config(options), report=str)
+    tables = str(tmp_path / "tables")
+    prepare_log(mapping, raw, tmp_path / "tables")
 
     said: list[str] = []
     text = str(tmp_path / "text")

@@ -5,33 +5,23 @@ are read by models and served requests.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 
-from core.schemas import Inputs
 from core.tables import read_manifest
 from models.dataset.dataset import Dataset
-from models.training import checkpoint
-from models.training.fit_config import FitConfig
-from pipelines.prepare.prepare import prepare
-from pipelines.prepare.reading.log import load_source
-from pipelines.serving.package import write_bundle
-from pipelines.serving.served_model import ServedModel
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
-from tests.fixtures.commands import read_column, read_config, read_rows
+from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.search_log import (
     HOUR_MS,
     draw_searches,
-    write_log,
+    prepare_searches,
 )
-from tests.fixtures.served_models import SMALL_RANKERS
-from tests.fixtures.trainings import build_training
+from tests.fixtures.served_models import serve_ranker
 
 SECTION = {
     "files": "session_*.csv",
@@ -61,33 +51,24 @@ def draw_sessions() -> pd.DataFrame:
 SESSIONS = draw_sessions()
 
 
-def prepare_log(folder: Path, sessions: bool, **changes: Any) -> str:
-    """Prepare the log with or without sessions; return the folder of the tables."""
-    folder.mkdir()
-    _, _, raw = write_log(folder, SEARCHES, **changes)
-    content = yaml.safe_load((folder / "source.yaml").read_text())
-    if sessions:
-        SESSIONS.to_csv(f"{raw}/session_1.csv", index=False)
-        content["sessions"] = {
-            name: SECTION | {"where": f"kind = '{name}'"} for name in TYPES
-        }
-    (folder / "source.yaml").write_text(yaml.safe_dump(content))
-    source, defaults = load_source(str(folder / "source.yaml"))
-    config = read_config(defaults, {"max_rejects": 0.1})
-    prepare(source, raw, str(folder / "tables"), config, report=str)
-    return str(folder / "tables")
+def prepare_sessions(folder: Path, **options: Any) -> str:
+    """Prepare the log with sessions; return the folder of the tables."""
+    (folder / "raw").mkdir()
+    SESSIONS.to_csv(folder / "raw/session_1.csv", index=False)
+    sections = {name: SECTION | {"where": f"kind = '{name}'"} for name in TYPES}
+    return prepare_searches(folder, SEARCHES, {"sessions": sections}, **options)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of the log without sessions."""
-    return prepare_log(tmp_path_factory.mktemp("plain") / "log", False)
+    return prepare_searches(tmp_path_factory.mktemp("plain"), SEARCHES)
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of the log with sessions."""
-    return prepare_log(tmp_path_factory.mktemp("sessions") / "log", True)
+    return prepare_sessions(tmp_path_factory.mktemp("sessions"))
 
 
 def test_histories_are_clicks_and_sessions_strictly_before_the_search(
@@ -185,7 +166,7 @@ def test_a_planted_violation_of_sessions_is_reported(
 def test_truncated_histories_with_sessions_pass_the_audit(
     tmp_path: Path,
 ) -> None:
-    tables = prepare_log(tmp_path / "log", True, max_events=9)
+    tables = prepare_sessions(tmp_path, max_events=9)
 
     assert read_manifest(f"{tables}/sequences").info["truncated_users"] > 0
     assert find_violations(tables) == {}
@@ -194,14 +175,7 @@ def test_truncated_histories_with_sessions_pass_the_audit(
 def test_served_requests_with_sessions_have_the_scores_of_the_tables(
     tables: str, tmp_path: Path
 ) -> None:
-    model = {"name": "qgs", "max_history": 8, **SMALL_RANKERS["qgs"]}
-    inputs = Inputs(tables)
-    run = build_training(model, FitConfig(batch_size=8, metric="gauc"), inputs)
-    checkpoint.save(tmp_path / "run", run.model, run.checkpoint(epoch=1))
-    write_bundle(tmp_path / "data", str(tmp_path / "run"), inputs)
-    served = ServedModel()
-    artifacts = {"data": str(tmp_path / "data")}
-    served.load_context(SimpleNamespace(artifacts=artifacts, model_config=None))
+    run, served = serve_ranker({"name": "qgs"}, tmp_path, tables, None, max_history=8)
     info = read_manifest(f"{tables}/sequences").info
     ids = read_column(tables, "items", "item_id")
     queries = ["", *read_column(tables, "queries", "query")]
@@ -209,7 +183,7 @@ def test_served_requests_with_sessions_have_the_scores_of_the_tables(
     examples = Dataset.load(run.model, run.catalogue, "test")
     batch = examples.collate(np.arange(len(examples)))
     with torch.no_grad():
-        logits = run.model.eval().score(batch)[:, 0].double()
+        logits = run.model.score(batch)[:, 0].double()
     expected = {}  # by user, time and item
     users = read_rows(tables, "sequences")
     keys = batch.candidate_keys()
