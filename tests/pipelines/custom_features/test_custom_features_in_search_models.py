@@ -24,16 +24,8 @@ from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from tests.fixtures.commands import load_split, read_rows
 from tests.fixtures.custom_features_log import prepare_tables, write_random_text
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import CASES, build_training
 
-SMALL = {
-    "width": 16,
-    "num_layers": 1,
-    "max_history": 8,
-    "dnn_width": 32,
-    "tower_width": 16,
-    "text_width": 8,
-}
 FIT = FitConfig(batch_size=16, metric="gauc")
 
 
@@ -133,7 +125,7 @@ BM25, CITY = -2, -1
 def test_a_feature_of_a_candidate_changes_its_score_alone(
     tables: str, text: str, column: int, value: float
 ) -> None:
-    model = {"name": "qgs", **SMALL}
+    model = CASES["qgs"]
     run = build_training(model, FIT, Inputs(tables, text=text))
     module: Any = run.model.eval()
     batch = load_test_batch(run, tables)
@@ -151,7 +143,7 @@ def test_a_feature_of_a_candidate_changes_its_score_alone(
 def test_a_feature_of_behaviours_changes_the_scores_of_requests_with_a_history(
     tables: str, text: str
 ) -> None:
-    run = build_training({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
+    run = build_training(CASES["qgs"], FIT, Inputs(tables, text=text))
     module: Any = run.model.eval()
     batch = load_test_batch(run, tables)
     history_features = batch.history_features.clone()
@@ -171,7 +163,7 @@ def test_a_feature_unknown_when_ranking_is_read_of_behaviours_only(
     settings = {"search": {"unknown_when_ranking": ["city"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
     inputs = Inputs(tables, text=write_random_text(tmp_path, tables))
-    model = {"name": "qgs", **SMALL}
+    model = CASES["qgs"]
     run = build_training(model, FIT, inputs)
     module: Any = run.model.eval()
     batch = load_test_batch(run, tables)

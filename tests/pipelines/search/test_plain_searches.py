@@ -1,4 +1,4 @@
-"""Search logs without queries."""
+"""Search logs without queries or clock times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import polars as pl
 
 from core.schemas import Inputs
+from core.tables import read_manifest
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.commands import prepare_log, read_table
+from tests.fixtures.search_log import draw_searches, prepare_searches
 from tests.fixtures.trainings import build_training
 
 SOURCE: dict[str, Any] = {
@@ -68,3 +70,15 @@ def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None
     assert scores["query"].to_pylist() == [None] * scores.num_rows
     result, _ = evaluate(config)
     assert manifest.info.candidates == result.metrics["candidates"] > 0
+
+
+def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
+    rows = [row | {"ms": number} for number, row in enumerate(draw_searches(60))]
+    changes = {"time": {"unit": "order"}, "prepare": {"split": None}}
+    options = {"split.by": "leave_last_out"}
+
+    tables = prepare_searches(tmp_path, rows, changes, **options)
+
+    info = read_manifest(f"{tables}/sequences").info
+    assert info["features"] == ["position", "page"]
+    assert info["windows"] == []

@@ -12,6 +12,7 @@ from typing import Any
 import mlflow
 import pandas as pd
 import pytest
+import yaml
 from fastapi.testclient import TestClient
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
@@ -28,32 +29,9 @@ Servers = dict[str, list[TestClient]]
 
 HISTORY = {"history": ["item-001"]}
 SEARCH = {"history": [], "candidates": ["item_id-003"], "query": "query-001"}
-FEED = {"history": [], "history_actions": [], "candidates": ["item-003"]}
-
-REFUSED_ROWS: list[tuple[str, dict[str, Any], str]] = [
-    ("tiger", {}, "history"),
-    ("tiger", HISTORY | {"allowed": []}, "dataframe_records.0.allowed is []"),
-    ("qgs", SEARCH | {"query": "q" * 10_001}, "at most 10000 characters"),
-    ("qgs", SEARCH | {"query": {"a": 1}}, "query is {'a': 1}"),
-    ("attn_mvp", FEED | {"viewer_device": {"a": 1}}, "viewer_device is {'a': 1}"),
-    ("attn_mvp", FEED | {"new_items": [{"item_id": "x", "hue": 1}]}, "hue is 1"),
-    ("attn_mvp", FEED | {"history_actions": [[2.0, 0, 0]]}, "from 0 to 1"),
-    ("attn_mvp", FEED | {"features": [[1e30, 0]]}, "over 1.8e+19"),
-    ("attn_mvp", FEED | {"features": [[1.0]]}, "a vector of 1 numbers, 2"),
-    ("attn_mvp", FEED | {"features": []}, "0 entries where 1"),
-    ("attn_mvp", FEED | {"timestamp": 5}, "timestamp is 5"),
-]
-
-RECORDS = {"dataframe_records": [HISTORY]}
-REFUSED_BODIES: list[tuple[dict[str, Any], str]] = [
-    (RECORDS | {"params": {"alowed": ["item-002"]}}, "params.alowed"),
-    ({"inputs": [HISTORY]}, "dataframe_records"),
-    (RECORDS | {"param": {}}, "param is {}"),
-    (RECORDS | {"params": {"allowed": ["new"]}}, "none of an item"),
-    (RECORDS | {"params": {"allowed": "item-002"}}, "allowed is 'item-002'"),
-    (RECORDS | {"params": {"k": 0}}, "k is 0"),
-    ({"dataframe_records": [HISTORY] * 101, "params": {"k": 10_000}}, "over 1000000"),
-]
+RECORDS: dict[str, Any] = {"dataframe_records": [HISTORY]}
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
+LONG = ["qgs", SEARCH | {"query": "q" * 10_001}, "at most 10000 characters"]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +80,7 @@ def read_refusal(client: TestClient, body: dict[str, Any]) -> str:
     return error["message"]
 
 
-@pytest.mark.parametrize(("name", "row", "reason"), REFUSED_ROWS)
+@pytest.mark.parametrize(("name", "row", "reason"), [*REFUSED["rows"], LONG])
 def test_both_servers_refuse_invalid_rows_in_one_line(
     name: str,
     row: dict[str, Any],
@@ -113,7 +91,7 @@ def test_both_servers_refuse_invalid_rows_in_one_line(
         assert reason in read_refusal(client, {"dataframe_records": [row]})
 
 
-@pytest.mark.parametrize(("body", "reason"), REFUSED_BODIES)
+@pytest.mark.parametrize(("body", "reason"), REFUSED["bodies"])
 def test_a_replica_refuses_invalid_bodies_in_one_line(
     body: dict[str, Any], reason: str, servers: Servers
 ) -> None:
@@ -166,6 +144,10 @@ def test_an_answer_repeats_at_most_200_characters_of_a_value(
     ("body", "reason"),
     [
         ({"dataframe_records": [HISTORY] * 100_000}, "at most 10000 items"),
+        (
+            {"dataframe_records": [HISTORY] * 101, "params": {"k": 10_000}},
+            "over 1000000",
+        ),
         ({"dataframe_records": [{"history": [[]] * 300_000}]}, "no item id"),
         ({"dataframe_records": [{f"x{n}": 1 for n in range(200_000)}]}, "records.0"),
     ],
