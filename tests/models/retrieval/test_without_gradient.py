@@ -32,27 +32,21 @@ from tests.fixtures.batches import fill_batch
 ITEMS, USERS = 12, 40
 
 
-def draw_behaviours() -> list[list[int]]:
-    """Return the items of each user.
-
-    Some items repeat, and no user has the last item.
-    """
-    rng = np.random.default_rng(5)
-    return [
-        rng.integers(0, ITEMS - 1, rng.integers(1, 9)).tolist() for _ in range(USERS)
-    ]
+GENERATOR = np.random.default_rng(5)
+BEHAVIOURS: list[list[int]] = [
+    GENERATOR.integers(0, ITEMS - 1, GENERATOR.integers(1, 9)).tolist()
+    for _ in range(USERS)
+]
+"""Items of each user; some repeat, and no user has the last item."""
 
 
-def to_batches(behaviours: list[list[int]]) -> list[InteractionBatch]:
+def to_batches() -> list[InteractionBatch]:
     """Return training batches of shuffled behaviours."""
-    rows = []
-    for user, items in enumerate(behaviours):
-        rows += [(user, item) for item in items]
+    rows = [(user, item) for user, items in enumerate(BEHAVIOURS) for item in items]
     order = np.random.default_rng(0).permutation(len(rows))
-    columns = torch.tensor(rows)[order]
     return [
         InteractionBatch(user_row=part[:, 0] + 100, target=part[:, 1])
-        for part in columns.split(32)
+        for part in torch.tensor(rows)[order].split(32)
     ]
 
 
@@ -82,35 +76,29 @@ ONE_CHOICE = {
 """Options of which validation would choose, by model."""
 
 
-def fit_model(behaviours: list[list[int]], **options: Any) -> Any:
-    """Return a model that is fitted to behaviours."""
+def fit_model(**options: Any) -> Any:
+    """Return a model that is fitted to the behaviours."""
     model = build_resolved(
         ONE_CHOICE.get(options["name"], {}) | options, Catalogue(ITEMS)
     )
     val = [[]] if model.stops_early else []  # one choice needs no validation
-    model.fit_in_one_pass(to_batches(behaviours), *val)
+    model.fit_in_one_pass(to_batches(), *val)
     return model.eval()
 
 
-def count_matrix(behaviours: list[list[int]]) -> NDArray[np.float64]:
-    """Return how often each user has each item, (U, N)."""
-    matrix = np.zeros((len(behaviours), ITEMS))
-    for user, items in enumerate(behaviours):
-        for item in items:
-            matrix[user, item] += 1
-    return matrix
+COUNTS: NDArray[np.float64] = np.zeros((USERS, ITEMS))
+"""How often each user has each item."""
+for user, items in enumerate(BEHAVIOURS):
+    np.add.at(COUNTS[user], items, 1)
 
 
 HISTORIES = [[3, 1, 3, 2, 1, 7], [4], [11], [0, 0, 0, 9, 9, 5], [8, 6, 10, 2]]
 
 
 def test_own_items_ranks_by_frequency_then_recency_then_popularity() -> None:
-    behaviours = draw_behaviours()
-    popularity = Counter(itertools.chain.from_iterable(behaviours))
+    popularity = Counter(itertools.chain.from_iterable(BEHAVIOURS))
 
-    items, scores = fit_model(behaviours, name="own_items").recommend(
-        to_requests(HISTORIES), ITEMS
-    )
+    items, scores = fit_model(name="own_items").recommend(to_requests(HISTORIES), ITEMS)
 
     for history, ranked in zip(HISTORIES, items.tolist(), strict=True):
         latest = {item: position for position, item in enumerate(history)}
@@ -121,33 +109,29 @@ def test_own_items_ranks_by_frequency_then_recency_then_popularity() -> None:
     assert bool((scores.diff(dim=1) <= 0).all())
 
 
-def dense_similarities(
-    counts: NDArray[np.float64], weights: str, shrinkage: float
-) -> NDArray[np.float64]:
+def dense_similarities(weights: str, shrinkage: float) -> NDArray[np.float64]:
     """Return the similarities (N, N) of items, pair by pair.
 
     Args:
-        counts: (U, N) behaviours of each user with each item.
         weights: Weight of a count: `none`, `tfidf` or `bm25`.
         shrinkage: Addition to the denominator of the cosine.
     """
-    users, items = counts.shape
-    weighted = np.zeros_like(counts)
-    mean = counts.sum() / items
-    for u in range(users):
-        idf = max(0.0, math.log(items / (1 + np.count_nonzero(counts[u]))))
-        for i in range(items):
-            x = counts[u, i]
-            length = 1.2 * (1 - 0.75 + 0.75 * counts[:, i].sum() / mean)
+    weighted = np.zeros_like(COUNTS)
+    mean = COUNTS.sum() / ITEMS
+    for u in range(USERS):
+        idf = max(0.0, math.log(ITEMS / (1 + np.count_nonzero(COUNTS[u]))))
+        for i in range(ITEMS):
+            x = COUNTS[u, i]
+            length = 1.2 * (1 - 0.75 + 0.75 * COUNTS[:, i].sum() / mean)
             choices = {
                 "none": x,
                 "tfidf": math.sqrt(x) * idf,
                 "bm25": idf * x * 2.2 / (x + length) if x else 0.0,
             }
             weighted[u, i] = choices[weights]
-    similarities = np.zeros((items, items))
-    for i in range(items):
-        for j in range(items):
+    similarities = np.zeros((ITEMS, ITEMS))
+    for i in range(ITEMS):
+        for j in range(ITEMS):
             product = float(weighted[:, i] @ weighted[:, j])
             norms = np.linalg.norm(weighted[:, i]) * np.linalg.norm(weighted[:, j])
             if i != j and product > 0:
@@ -167,17 +151,14 @@ def test_item_knn_equals_a_dense_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(item_knn, "PRODUCTS_PER_BLOCK", 30)  # several blocks
-    behaviours = draw_behaviours()
-    counts = count_matrix(behaviours)
-    similarities = dense_similarities(counts, weights, shrinkage)
+    similarities = dense_similarities(weights, shrinkage)
     nearest = np.zeros_like(similarities)
     for i in range(ITEMS):
         best = np.lexsort((np.arange(ITEMS), -similarities[i]))[:neighbours]
         nearest[i, best] = similarities[i, best]
-    popular = counts.sum(0) / (counts.sum(0).max() + 1) - 1
+    popular = COUNTS.sum(0) / (COUNTS.sum(0).max() + 1) - 1
 
     model = fit_model(
-        behaviours,
         name="item_knn",
         weights=weights,
         neighbours=neighbours,
@@ -193,11 +174,11 @@ def test_item_knn_equals_a_dense_reference(
         np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
 
 
-def to_request_batch(behaviours: list[list[int]]) -> RequestBatch:
+def to_request_batch() -> RequestBatch:
     """Return a request for each behaviour that has a history."""
     pairs = [
         (items[:end], items[end])
-        for items in behaviours
+        for items in BEHAVIOURS
         for end in range(1, len(items))
     ]
     histories = to_requests([history for history, _ in pairs])
@@ -211,13 +192,11 @@ def to_request_batch(behaviours: list[list[int]]) -> RequestBatch:
     )
 
 
-def score_by_rules(
-    behaviours: list[list[int]], history: list[int], options: dict[str, Any]
-) -> NDArray[np.float64]:
+def score_by_rules(history: list[int], options: dict[str, Any]) -> NDArray[np.float64]:
     """Return the scores (N,) of a history by the equations, pair by pair."""
     longest, counts = options["max_history"], np.zeros((ITEMS, ITEMS))
     popularity = np.ones(ITEMS)
-    for items in behaviours:
+    for items in BEHAVIOURS:
         for end in range(1, len(items)):
             popularity[items[end]] += 1
             for distance in range(1, min(end, longest) + 1):
@@ -240,7 +219,6 @@ def test_sequential_rules_equal_the_equations(
     neighbours: int, both_directions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequential_rules, "PAIRS_PER_BLOCK", 30)  # several blocks
-    behaviours = draw_behaviours()
     values = {
         "distance_power": 0.5,
         "source_power": 0.3,
@@ -254,17 +232,17 @@ def test_sequential_rules_equal_the_equations(
         {"name": "sequential_rules", **lists, **sizes}, Catalogue(ITEMS)
     )
 
-    model.fit_in_one_pass([to_request_batch(behaviours)], [])
+    model.fit_in_one_pass([to_request_batch()], [])
     items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
     for row, history in enumerate(HISTORIES):
-        expected = score_by_rules(behaviours, history, values | sizes)
+        expected = score_by_rules(history, values | sizes)
         np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
         np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
 
 
 def test_sequential_rules_choose_the_options_with_the_best_validation_ndcg() -> None:
-    batch = to_request_batch(draw_behaviours())
+    batch = to_request_batch()
     halves = batch.select("B", slice(0, 60)), batch.select("B", slice(60, None))
     lists = {"decay": [0.2, 0.9], "both_directions": [False, True]}
     ndcg = {}
@@ -304,10 +282,9 @@ def dense_ease(counts: NDArray[np.float64], l2: float) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize(("l2", "decay"), [(0.5, 1.0), (500.0, 1.0), (2.0, 0.7)])
 def test_ease_equals_a_dense_reference(l2: float, decay: float) -> None:
-    behaviours = draw_behaviours()
-    weights = dense_ease(count_matrix(behaviours), l2)
+    weights = dense_ease(COUNTS, l2)
 
-    model = fit_model(behaviours, name="ease", l2=l2, history_decay=decay)
+    model = fit_model(name="ease", l2=l2, history_decay=decay)
     items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
     for row, history in enumerate(HISTORIES):
@@ -320,17 +297,15 @@ def test_ease_equals_a_dense_reference(l2: float, decay: float) -> None:
 
 
 def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it() -> None:
-    behaviours = draw_behaviours()
-    counts = count_matrix(behaviours)
-    frequent = np.sort(np.argsort(-counts.sum(0), kind="stable")[:6])
+    frequent = np.sort(np.argsort(-COUNTS.sum(0), kind="stable")[:6])
     outside = [i for i in range(ITEMS) if i not in frequent]
-    popular = sorted(outside, key=lambda i: (-counts[:, i].sum(), i))
+    popular = sorted(outside, key=lambda i: (-COUNTS[:, i].sum(), i))
 
-    model = fit_model(behaviours, name="ease", l2=1.0, max_items=6)
+    model = fit_model(name="ease", l2=1.0, max_items=6)
     history = [int(frequent[0]), outside[0], int(frequent[3])]
     items, scores = model.recommend(to_requests([history]), ITEMS)
 
-    expected = np.isin(frequent, history) @ dense_ease(counts[:, frequent], 1.0)
+    expected = np.isin(frequent, history) @ dense_ease(COUNTS[:, frequent], 1.0)
     assert items[0, :6].tolist() == frequent[np.argsort(-expected)].tolist()
     np.testing.assert_allclose(scores[0, :6], -np.sort(-expected), atol=1e-6)
     assert items[0, 6:].tolist() == popular
@@ -342,7 +317,7 @@ def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it() ->
 def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(
     name: str, tmp_path: Path
 ) -> None:
-    before = fit_model(draw_behaviours(), name=name)
+    before = fit_model(name=name)
     about = Checkpoint(model=before.config_to_dict(before.config))
     checkpoint.save(tmp_path / "run", before, about)
     after = build_resolved(about.model, Catalogue(ITEMS + 3))

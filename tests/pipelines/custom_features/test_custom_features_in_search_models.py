@@ -1,5 +1,5 @@
 """Search models read custom features as the tables have them, read values that training
-did not have as missing, and learn from them.
+did not have as missing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
 import torch
 
 from core.files import join
@@ -21,7 +20,6 @@ from models.dataset.dataset import Dataset
 from models.search.catalogue import SearchCatalogue
 from models.search.requests import SEARCH, SearchBatch
 from models.training.fit_config import FitConfig
-from models.training_run import TrainingRun
 from tests.fixtures.commands import load_split, read_rows
 from tests.fixtures.custom_features_log import prepare_tables, write_random_text
 from tests.fixtures.trainings import CASES, build_training
@@ -111,50 +109,39 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
     assert 0 in codes  # a city that training did not have
 
 
-def load_test_batch(run: TrainingRun, tables: str) -> SearchBatch:
-    """Load 10 test requests with the options that the model needs."""
-    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
-    return examples.collate(np.arange(10))
-
-
 BM25, CITY = -2, -1
 """Columns of the custom features in a batch."""
 
 
-@pytest.mark.parametrize(("column", "value"), [(BM25, 1.5), (CITY, 2.0)])
-def test_a_feature_of_a_candidate_changes_its_score_alone(
-    tables: str, text: str, column: int, value: float
-) -> None:
-    model = CASES["qgs"]
-    run = build_training(model, FIT, Inputs(tables, text=text))
-    module: Any = run.model.eval()
-    batch = load_test_batch(run, tables)
-    features = batch.features.clone()
-    features[3, column] = value if features[3, column] != value else 0.0
-
-    with torch.no_grad():
-        scores = module.score(batch)
-        other_scores = module.score(replace(batch, features=features))
-
-    changed = (other_scores != scores).any(1)
-    assert changed.nonzero().ravel().tolist() == [3]
+def build_qgs(inputs: Inputs) -> tuple[Any, SearchBatch]:
+    """Build an untrained QGS and a batch of 10 test requests."""
+    run = build_training(CASES["qgs"], FIT, inputs)
+    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
+    return run.model.eval(), examples.collate(np.arange(10))
 
 
-def test_a_feature_of_behaviours_changes_the_scores_of_requests_with_a_history(
+@torch.no_grad()
+def find_changed(module: Any, batch: SearchBatch, **changes: torch.Tensor) -> Any:
+    """Return which candidates have another score with other tensors of the batch."""
+    other_scores = module.score(replace(batch, **changes))
+    return (other_scores != module.score(batch)).any(1)
+
+
+def test_features_change_the_scores_of_their_candidate_or_of_later_requests(
     tables: str, text: str
 ) -> None:
-    run = build_training(CASES["qgs"], FIT, Inputs(tables, text=text))
-    module: Any = run.model.eval()
-    batch = load_test_batch(run, tables)
+    module, batch = build_qgs(Inputs(tables, text=text))
+    for column, value in ((BM25, 1.5), (CITY, 2.0)):
+        features = batch.features.clone()
+        features[3, column] = value if features[3, column] != value else 0.0
+        changed = find_changed(module, batch, features=features)
+        assert changed.nonzero().ravel().tolist() == [3]
+
     history_features = batch.history_features.clone()
     history_features[..., BM25] += 1.0
-
-    with torch.no_grad():
-        scores = module.score(batch)
-        other_scores = module.score(replace(batch, history_features=history_features))
-
     has_history = batch.request_end[batch.candidate_request] > 0
-    assert torch.equal((other_scores != scores).any(1), has_history)
+    changed = find_changed(module, batch, history_features=history_features)
+    assert torch.equal(changed, has_history)
 
 
 def test_a_feature_unknown_when_ranking_is_read_of_behaviours_only(
@@ -162,18 +149,11 @@ def test_a_feature_unknown_when_ranking_is_read_of_behaviours_only(
 ) -> None:
     settings = {"search": {"unknown_when_ranking": ["city"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
-    inputs = Inputs(tables, text=write_random_text(tmp_path, tables))
-    model = CASES["qgs"]
-    run = build_training(model, FIT, inputs)
-    module: Any = run.model.eval()
-    batch = load_test_batch(run, tables)
+    text = write_random_text(tmp_path, tables)
+    module, batch = build_qgs(Inputs(tables, text=text))
     features, history_features = batch.features.clone(), batch.history_features.clone()
     features[:, CITY] = 3 - features[:, CITY]
     history_features[..., CITY] = 3 - history_features[..., CITY]
-    other_candidates = replace(batch, features=features)
-    other_behaviours = replace(batch, history_features=history_features)
 
-    with torch.no_grad():
-        scores = module.score(batch)
-        assert torch.equal(module.score(other_candidates), scores)
-        assert not torch.equal(module.score(other_behaviours), scores)
+    assert not find_changed(module, batch, features=features).any()
+    assert find_changed(module, batch, history_features=history_features).any()

@@ -45,9 +45,15 @@ def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
     return torch.sigmoid(logits).tolist()
 
 
-def load_test_requests(run: TrainingRun, tables: str) -> Dataset:
-    """Load the test requests with the options that the model needs."""
-    return Dataset.load(run.model, run.catalogue, "test", max_history=8)
+def load_with_history(run: TrainingRun) -> list[SearchBatch]:
+    """Load the test requests with more than 2 behaviours, in a batch each."""
+    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
+    batches = [examples.collate(np.array([n])) for n in range(len(examples))]
+    return [
+        batch
+        for batch in batches
+        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
+    ]
 
 
 def make_request(tables: str, batch: SearchBatch) -> Row:
@@ -106,36 +112,13 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
     assert other_scores != pytest.approx(scores, nan_ok=True, abs=1e-6)
 
 
-@pytest.fixture(scope="module")
-def registered(
-    tables: str,
-    text: str,
-    tmp_path_factory: pytest.TempPathFactory,
-    new_store: Callable[[Path], str],
-) -> tuple[TrainingRun, Any]:
-    """The training of a registered model, and the model as MLflow serves it."""
-    folder = tmp_path_factory.mktemp("registered")
-    uri = new_store(folder)
-    run = register_ranker(folder, "qgs", tables, text)
-    return run, load_served(uri)
-
-
-@pytest.fixture(scope="module")
-def batch(registered: tuple[TrainingRun, Any], tables: str) -> SearchBatch:
-    """A batch of one test request with a history of 3 behaviours or more."""
-    run, _ = registered
-    examples = load_test_requests(run, tables)
-    for number in np.flatnonzero(examples.examples.lengths >= 3):
-        batch = examples.collate(np.array([number]))
-        if len(batch.request_end) == 1:
-            return batch
-    raise AssertionError("no test request has a history")
-
-
 def test_a_served_model_reads_custom_features_by_name(
-    registered: tuple[TrainingRun, Any], batch: SearchBatch, tables: str
+    tables: str, text: str, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
-    run, model = registered
+    uri = new_store(tmp_path)
+    run = register_ranker(tmp_path, "qgs", tables, text)
+    model = load_served(uri)
+    batch = load_with_history(run)[0]
     request = make_request(tables, batch)
 
     scores = serve(model, request)
@@ -150,22 +133,6 @@ def test_a_served_model_reads_custom_features_by_name(
         assert serve(model, request | changed) != pytest.approx(scores, abs=1e-6)
 
 
-def test_a_missing_feature_is_served_like_one_without_a_known_value(
-    registered: tuple[TrainingRun, Any], batch: SearchBatch, tables: str
-) -> None:
-    _, model = registered
-    request = make_request(tables, batch)
-    count = len(request["candidates"])
-
-    no_categories = serve(model, request | {"categories": None})
-    new_city = {"categories": {"city": ["Atlantis"] * count}}
-    assert serve(model, request | new_city) == no_categories
-
-    no_numbers = serve(model, request | {"numbers": {}})
-    no_values = {"numbers": {"bm25": [None] * count}}
-    assert serve(model, request | no_values) == no_numbers
-
-
 def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
     raw: Path, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
@@ -173,13 +140,7 @@ def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
     run = register_ranker(tmp_path, "qgs", tables, text)
     without_counts = load_served(uri)
-    examples = load_test_requests(run, tables)
-    batches = [examples.collate(np.array([n])) for n in range(len(examples))]
-    with_history = [
-        batch
-        for batch in batches
-        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
-    ]
+    with_history = load_with_history(run)
 
     for batch in with_history[:: len(with_history) // 3]:
         time = int(batch.request_time[0])

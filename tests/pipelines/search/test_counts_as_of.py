@@ -14,7 +14,7 @@ from core.files import join
 from core.schemas import SearchInfo
 from core.tables import open_table, read_manifest
 from models.search.counts import Counts
-from tests.fixtures.commands import read_column, read_rows, read_table
+from tests.fixtures.commands import read_column, read_rows, read_table, run_job
 from tests.fixtures.search_log import DAY_MS, draw_searches, prepare_searches
 
 ITEMS = [f"i{n}" for n in range(15)] + ["never"]
@@ -117,10 +117,12 @@ def test_another_moment_replaces_the_counts_and_no_other_table(
     rows = draw_searches()
     first, second = rows[0]["ms"], rows[1]["ms"]
 
+    tables = prepare_searches(tmp_path, rows)
+    paths = {"input": tmp_path / "raw", "output": tables, "max_rejects": 0.2}
     table_hashes, count_hashes = [], []
     for moment in (None, first, second, second):
-        options = {"counts_as_of": moment} if moment else {}
-        tables = prepare_searches(tmp_path, rows, **options)
+        if moment:
+            run_job("prepare", source=f"{tables}.yaml", counts_as_of=moment, **paths)
         names = ("events", "items", "sequences")
         hashes = [read_manifest(join(tables, name)).hash for name in names]
         table_hashes.append(hashes)

@@ -39,11 +39,10 @@ from tests.fixtures.commands import (
     prepare_log,
     read_column,
     read_rows,
-    read_table,
     run_job,
 )
 from tests.fixtures.encoders import encode_alone, save_bert
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import CASES, build_training
 
 pytestmark = pytest.mark.exhaustive
 
@@ -88,8 +87,10 @@ def read_pairs(tables: str) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def to_vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
-    return np.array(table[column].to_pylist(), dtype=np.float32)
+def read_pair_keys(folder: str) -> list[tuple[int, int]]:
+    """Return the (item, query) pairs of the stored embeddings, in their order."""
+    columns = [read_column(folder, "pairs", name) for name in log_texts.PAIR]
+    return list(zip(*columns, strict=True))
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,6 @@ class Encoded:
 
     folder: str
     manifests: dict[str, Table]
-    lines: list[str]
-
-    def read(self, name: str) -> pa.Table:
-        return read_table(join(self.folder, name))
-
-    def read_pair_keys(self) -> list[tuple[int, int]]:
-        columns = [self.read("pairs")[name].to_pylist() for name in log_texts.PAIR]
-        return list(zip(*columns, strict=True))
 
 
 CONFIG = TextConfig(max_tokens=24, batch_size=7, workers=1)
@@ -117,42 +110,25 @@ def encoded(
 ) -> Encoded:
     """Embeddings of the log, with pairs in parts of 100."""
     folder = str(tmp_path_factory.mktemp("encoded"))
-    lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_texts, "MAX_PART_PAIRS", 100)
         manifests = encode_log(
-            EncodeConfig(tables, folder, bert, embed=CONFIG), say=lines.append
+            EncodeConfig(tables, folder, bert, embed=CONFIG), say=str
         )
-    return Encoded(folder, manifests, lines)
+    return Encoded(folder, manifests)
 
 
-def test_every_item_and_query_is_encoded_once_and_as_if_alone(
-    tables: str, bert: str, encoded: Encoded
-) -> None:
-    item_texts, query_texts = read_texts(tables)
-    encoder = TextEncoder(bert, "cls", 24, 1)
-
-    items, queries = encoded.read("items"), encoded.read("queries")
-
-    assert items["item_index"].to_pylist() == list(range(len(item_texts)))
-    assert queries["query_index"].to_pylist() == list(range(len(query_texts)))
-    np.testing.assert_allclose(to_vectors(items), encoder.encode(item_texts), atol=1e-5)
-    np.testing.assert_allclose(
-        to_vectors(queries), encoder.encode(query_texts), atol=1e-5
-    )
-    widths = {encoded.manifests[name].info.width for name in ("items", "queries")}
-    assert widths == {16}
-
-
-def test_every_pair_is_encoded_once_and_as_if_alone(
+def test_every_item_query_and_pair_is_encoded_once_and_as_if_alone(
     tables: str, bert: str, encoded: Encoded
 ) -> None:
     items, queries = read_texts(tables)
+    encoder = TextEncoder(bert, "cls", 24, 1)
 
-    keys = encoded.read_pair_keys()
-    table = encoded.read("pairs")
-    embeddings = to_vectors(table)
-
+    for name, texts in {"items": items, "queries": queries}.items():
+        stored = read_column(encoded.folder, name, "embedding")
+        np.testing.assert_allclose(stored, encoder.encode(texts), atol=1e-5)
+    keys = read_pair_keys(encoded.folder)
+    embeddings = read_column(encoded.folder, "pairs", "embedding")
     assert keys == read_pairs(tables)
     for index in range(0, len(keys), 37):
         item, query = keys[index]
@@ -160,7 +136,6 @@ def test_every_pair_is_encoded_once_and_as_if_alone(
         np.testing.assert_allclose(embeddings[index], pooled, atol=1e-5)
     manifest = encoded.manifests["pairs"]
     assert len(manifest.files) == -(-len(keys) // 100) > 1
-    assert manifest.info.width == 16
     sequences = read_manifest(join(tables, "sequences"))
     assert manifest.inputs["sequences"] == sequences.hash
 
@@ -180,7 +155,7 @@ def test_tfidf_replaces_the_embeddings(
         )
     )
 
-    assert to_vectors(read_table(join(output, "items"))).shape[1] == 12
+    assert len(read_column(output, "items", "embedding")[0]) == 12
 
 
 def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
@@ -224,13 +199,9 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
 
     assert manifests.keys() == {"items", "queries", "pairs"}
     assert "1 without a known word" in " ".join(said)
-    pairs = read_table(str(tmp_path / "text" / "pairs"))
-    keys = zip(
-        pairs["item_index"].to_pylist(), pairs["query_index"].to_pylist(), strict=True
-    )
     # queries: red, red lamp, zzz
-    assert list(keys) == [(0, 1), (0, 2), (1, -1), (1, 0), (1, 1)]
-    assert np.isfinite(to_vectors(pairs)).all()
+    assert read_pair_keys(text) == [(0, 1), (0, 2), (1, -1), (1, 0), (1, 1)]
+    assert np.isfinite(read_column(text, "pairs", "embedding")).all()
 
 
 def build_request_rows(tables: str) -> pd.DataFrame:
@@ -258,17 +229,8 @@ def build_request_rows(tables: str) -> pd.DataFrame:
 
 def serve_qgs(tables: str, text: str, folder: Path) -> ServedModel:
     """Package an untrained QGS model with its embeddings and load it for serving."""
-    model = {
-        "name": "qgs",
-        "width": 16,
-        "num_layers": 2,
-        "max_history": 8,
-        "dnn_width": 16,
-        "tower_width": 8,
-        "text_width": 8,
-    }
     inputs = Inputs(tables, text=text)
-    setup = build_training(model, FitConfig(batch_size=8), inputs)
+    setup = build_training(CASES["qgs"], FitConfig(batch_size=8), inputs)
     checkpoint.save(folder / "qgs", setup.model, setup.checkpoint(epoch=1))
     write_bundle(folder / "data", str(folder / "qgs"), inputs)
     return load_served(folder / "data")

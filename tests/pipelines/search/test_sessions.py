@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from core.tables import read_manifest
-from models.dataset.dataset import Dataset
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.search_log import (
@@ -21,7 +19,7 @@ from tests.fixtures.search_log import (
     draw_searches,
     prepare_searches,
 )
-from tests.fixtures.served_models import serve_ranker
+from tests.fixtures.served_models import build_search_requests, serve_ranker
 
 SECTION = {
     "files": "session_*.csv",
@@ -175,56 +173,15 @@ def test_truncated_histories_with_sessions_pass_the_audit(
 def test_served_requests_with_sessions_have_the_scores_of_the_tables(
     tables: str, tmp_path: Path
 ) -> None:
-    run, served = serve_ranker({"name": "qgs"}, tmp_path, tables, None, max_history=8)
-    info = read_manifest(f"{tables}/sequences").info
-    ids = read_column(tables, "items", "item_id")
-    queries = ["", *read_column(tables, "queries", "query")]
-    width = len(info["features"])
-    examples = Dataset.load(run.model, run.catalogue, "test")
-    batch = examples.collate(np.arange(len(examples)))
-    with torch.no_grad():
-        logits = run.model.score(batch)[:, 0].double()
-    expected = {}  # by user, time and item
-    users = read_rows(tables, "sequences")
-    keys = batch.candidate_keys()
-    for user, time, item, logit in zip(
-        keys["user_row"], keys["time"], keys["item"], logits, strict=True
-    ):
-        expected[int(user), int(time), int(item)] = float(logit.sigmoid())
+    setup, served = serve_ranker({"name": "qgs"}, tmp_path, tables, None, max_history=8)
+    requests, expected_scores = build_search_requests(setup, tables, max_history=8)
 
-    num_compared = 0
-    for number, user in enumerate(users):
-        for request in user["requests"]:
-            if request["split"] != "test" or not request["history_end"]:
-                continue
-            past = slice(request["history_end"])
-            answer = served.predict(
-                None,
-                pd.DataFrame(
-                    [
-                        {
-                            "candidates": [ids[i] for i in request["candidates"]],
-                            "timestamp_ms": request["timestamp_ms"],
-                            "query": queries[request["query_index"] + 1],
-                            "features": np.array(request["features"])
-                            .reshape(-1, width)
-                            .tolist(),
-                            "history": [ids[i] for i in user["item_index"][past]],
-                            "history_time_ms": user["timestamp_ms"][past],
-                            "history_type": user["session_type"][past],
-                            "history_query": [
-                                queries[i + 1] for i in user["query_index"][past]
-                            ],
-                            "history_features": user["features"][past],
-                        }
-                    ]
-                ),
-            )
-            for item, score in zip(
-                answer["item_id"][0], answer["score"][0], strict=True
-            ):
-                key = number, request["timestamp_ms"], ids.index(item)
-                assert score == pytest.approx(expected[key], abs=1e-5)
-                num_compared += 1
-    assert num_compared > 20
-    assert batch.history_type.unique().tolist() == [0, 1, 2]
+    answers = served.predict(None, pd.DataFrame(requests))
+
+    for items, scores, expected in zip(
+        answers["item_id"], answers["score"], expected_scores, strict=True
+    ):
+        scores_by_item = dict(zip(items, scores, strict=True))
+        assert scores_by_item == pytest.approx(expected, abs=1e-5)
+    types = {name for request in requests for name in request["history_type"]}
+    assert types == {"", *TYPES}
