@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from core.files import file_info, write_file
 from core.tables import read_manifest
 from models.training import checkpoint
+from tests.fixtures.trainings import SASREC
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
@@ -97,13 +98,7 @@ def storages(
     return storages
 
 
-MODEL = {
-    "name": "sasrec",
-    "dim": 16,
-    "num_layers": 1,
-    "dropout": 0.2,
-    "max_history": 12,
-}
+MODEL = {**SASREC, "dropout": 0.2}
 FIT = {"batch_size": 64, "max_epochs": 15, "patience": 0}
 
 

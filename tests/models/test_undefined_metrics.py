@@ -21,10 +21,7 @@ from pipelines import tracking
 from pipelines.evaluation.result import load_test_metrics
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.training_tables import change_sequences, write_tables
-from tests.fixtures.trainings import build_training
-
-SASREC = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
-MVP = {"name": "attn_mvp", "width": 8, "num_layers": 1, "num_heads": 2, "ffn": 8}
+from tests.fixtures.trainings import CASES, SASREC, build_training
 
 
 def repeat_one_item(row: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def test_a_metric_that_is_not_defined_is_rejected(repeats: str, tmp_path: Path) 
     entropy = "like/normalised_entropy"
     for model, tables, metric in (
         (SASREC, repeats, "first/ndcg@10"),
-        (MVP, actions, entropy),
+        (CASES["attn_mvp"], actions, entropy),
     ):
         run = build_small_training(model, Inputs(tables), metric=metric)
         with pytest.raises(UserError, match=f"fit.metric is {metric}, which is not"):

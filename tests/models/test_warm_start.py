@@ -27,21 +27,11 @@ from models.training.loop import fit
 from models.training_run import TrainingRun
 from models.warm_start import extend_values
 from tests.fixtures.commands import prepare_log, read_rows
-from tests.fixtures.trainings import build_training, first_epoch
+from tests.fixtures.trainings import CASES, build_training, first_epoch
 
 DAY_MS = 86_400_000
 FIRST_DAY_MS = 1_750_000_000_000 // DAY_MS * DAY_MS
-MODELS: dict[str, dict[str, Any]] = {
-    "sasrec": {"name": "sasrec", "dim": 8, "num_layers": 1, "num_heads": 1},
-    "attn_lfa": {
-        "name": "attn_lfa",
-        "width": 8,
-        "num_layers": 1,
-        "num_heads": 1,
-        "ffn": 8,
-        "experts": 1,
-    },
-}
+MODELS = {name: CASES[name] for name in ("sasrec", "attn_lfa")}
 KINDS = {"sasrec": "retrieval", "attn_lfa": "actions"}
 PLACES = ("rome", "oslo")
 CONFIG = {

@@ -28,18 +28,12 @@ from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.result import load_test_metrics
 from pipelines.training.record import find_checkpoint
+from tests.fixtures.trainings import SASREC
 from tuning.grid import SweepConfig, load_sweep
 from tuning.sweep import find_best, run_sweep
 
 ROOT = Path(__file__).parents[2]
 
-MODEL = {
-    "name": "sasrec",
-    "dim": 16,
-    "num_layers": 1,
-    "dropout": 0.0,
-    "max_history": 12,
-}
 FIT = {
     "batch_size": 16,
     "max_epochs": 4,
@@ -48,7 +42,7 @@ FIT = {
     "seed": 3,
 }
 FIXED = {
-    **{f"model.{key}": value for key, value in MODEL.items()},
+    **{f"model.{key}": value for key, value in SASREC.items()},
     **{f"fit.{key}": value for key, value in FIT.items()},
 }
 
@@ -122,7 +116,7 @@ def halved(
 
 def test_a_trial_trains_as_jobs_train_does(halved: HalvedSweep) -> None:
     config, output = halved.folder / "config.yaml", halved.folder / "runs/alone"
-    config.write_text(json.dumps({"model": MODEL, "fit": {**FIT, "lr": 0.03}}))
+    config.write_text(json.dumps({"model": SASREC, "fit": {**FIT, "lr": 0.03}}))
     command = [sys.executable, "-m", "jobs.train", "--config", str(config)]
     command += ["--tables", halved.tables, "--storage", str(output.parent)]
     command += ["--name", "alone", "--log_model", "false", "--ray.threads", "1"]

@@ -27,7 +27,6 @@ from models.training_run import TrainingRun
 from tests.fixtures import training_tables
 from tests.fixtures.small_lc_rec import (
     KINDS,
-    TRAINED_SIZES,
     build_kind,
     build_lc_rec,
     run_library,
@@ -35,7 +34,7 @@ from tests.fixtures.small_lc_rec import (
     write_out_prompt,
 )
 from tests.fixtures.small_retrieval import make_requests
-from tests.fixtures.trainings import build_training, first_epoch
+from tests.fixtures.trainings import CASES, build_training, first_epoch
 
 
 def embed_tokens(model: LcRec, tokens: list[int]) -> Tensor:
@@ -118,7 +117,7 @@ def read_row(tokens: Tensor, is_real: Tensor, row: int, words: Words) -> str:
 @pytest.fixture(scope="module")
 def titled_setup(titled_tables: tuple[str, str]) -> TrainingRun:
     """A training on items with titles, of which a model reads 3 words."""
-    model = {**TRAINED_SIZES, "title_tokens": 3, "task_share": 0.5}
+    model = {**CASES["lc_rec"], "title_tokens": 3, "task_share": 0.5}
     return build_training(model, FitConfig(batch_size=8), Inputs(*titled_tables))
 
 

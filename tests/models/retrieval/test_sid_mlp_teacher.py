@@ -13,7 +13,7 @@ from core.schemas import Inputs
 from models.loaded_model import load_model
 from models.training import checkpoint
 from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import SASREC, build_training
 from tests.models.retrieval.conftest import FIT, HEADS, Distillation
 
 
@@ -45,11 +45,7 @@ def test_a_teacher_that_does_not_fit_is_rejected(
     distillation: Distillation, tmp_path: Path
 ) -> None:
     inputs, teacher = distillation.inputs, distillation.teacher
-    sasrec = build_training(
-        {"name": "sasrec", "dim": 8, "num_layers": 1},
-        FIT,
-        Inputs(inputs.tables),
-    )
+    sasrec = build_training(SASREC, FIT, Inputs(inputs.tables))
     checkpoint.save(tmp_path / "sasrec", sasrec.model, sasrec.checkpoint(epoch=1))
     truncated = Path(shutil.copytree(checkpoint.locate(teacher), tmp_path / "cut"))
     weights = truncated / checkpoint.WEIGHTS

@@ -20,8 +20,8 @@ from tests.fixtures.small_retrieval import (
     make_requests,
     make_windows,
 )
+from tests.fixtures.trainings import CASES
 
-SMALL = {"dim": 8, "num_layers": 1, "feedforward_dim": 12, "max_history": 6}
 # item 3 is alone in its branch from the first code on; items 0 to 2 share two codes
 BRANCHES = [[0, 1, 0], [0, 1, 1], [0, 1, 4], [5, 4, 2], [2, 0, 3], [2, 3, 3]]
 CATALOGUES = {
@@ -34,7 +34,7 @@ CATALOGUES = {
 def build(catalogue: Catalogue, **options: Any) -> Any:
     """Return a model whose log-probabilities are far from uniform."""
     torch.manual_seed(1)
-    model = build_model({"name": "sid_sasrec", **SMALL, **options}, catalogue).eval()
+    model = build_model({**CASES["sid_sasrec"], **options}, catalogue).eval()
     for table in model.item.tables:
         table.weight.data.mul_(25)
     return model
@@ -164,7 +164,7 @@ def test_a_new_item_starts_as_the_sum_of_its_nodes(tmp_path: Path) -> None:
         torch.cat([codes[:24][order], codes[24:]]), (6, 5, 3, 2)
     )
     torch.manual_seed(5)
-    new: Any = build_model({"name": "sid_sasrec", **SMALL}, catalogue)
+    new: Any = build_model(CASES["sid_sasrec"], catalogue)
 
     load_extended_weights(new, tmp_path, checkpoint.read(tmp_path), ITEMS, trains=True)
 

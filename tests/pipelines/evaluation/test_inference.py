@@ -23,9 +23,8 @@ from tests.fixtures.commands import read_table
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import serve_ranker
 from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import SASREC, build_training
 
-SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 SEARCH_LABELS = ("click", "purchase")
 
 

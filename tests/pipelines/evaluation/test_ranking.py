@@ -32,9 +32,7 @@ from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.result import load_test_metrics, record_result
 from tests.fixtures.commands import load_split, read_column, read_rows, read_table
 from tests.fixtures.training_tables import change_sequences, write_tables
-from tests.fixtures.trainings import TIGER, build_training
-
-SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
+from tests.fixtures.trainings import SASREC, TIGER, build_training
 
 
 @dataclass

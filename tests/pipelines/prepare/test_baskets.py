@@ -21,7 +21,7 @@ from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import load_split, prepare_log, read_rows, write_rows
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import SASREC, build_training
 
 MAPPING: Row = {
     "files": "log.jsonl",
@@ -30,7 +30,6 @@ MAPPING: Row = {
     "time": {"column": "ms", "unit": "ms"},
     "prepare": {"core": 0, "duplicates": "keep", "split": {"by": "temporal"}},
 }
-SASREC: Row = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
 KINDS: dict[str, Row] = {"request": {"request": "order"}, "equal_times": {}}
 
 

@@ -33,16 +33,7 @@ from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
 from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import train
-
-SASREC = {
-    "name": "sasrec",
-    "dim": 16,
-    "num_layers": 1,
-    "dropout": 0.0,
-    "max_history": 12,
-}
-"""A model that draws no random numbers and takes no negatives from its batch."""
+from tests.fixtures.trainings import SASREC, train
 
 FIT = FitConfig(
     batch_size=16,
