@@ -31,7 +31,10 @@ from tests.fixtures.trainings import CASES, build_training, first_epoch
 
 DAY_MS = 86_400_000
 FIRST_DAY_MS = 1_750_000_000_000 // DAY_MS * DAY_MS
-MODELS = {name: CASES[name] for name in ("sasrec", "attn_lfa")}
+MODELS = {
+    "sasrec": {**CASES["sasrec"], "max_history": 100},
+    "attn_lfa": CASES["attn_lfa"],
+}
 KINDS = {"sasrec": "retrieval", "attn_lfa": "actions"}
 PLACES = ("rome", "oslo")
 CONFIG = {
