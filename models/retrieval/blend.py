@@ -4,11 +4,10 @@
 
 s1 and s2 are the scores of the models' rankings. Log-probabilities and logits differ by
 a number per request, which changes no ranking. The scores of a model without training
-are divided by the largest of the request, after those below 0, of items that it ranks
-by popularity alone, are set to 0. An item that is not among the `depth` first of a
-model gets the lowest score that the model ranked for the request. The weight is chosen
-on validation. With `allowed` and `unseen`, the rankings are those of the items that may
-be recommended.
+count from 0: below are items that it ranks by popularity alone. An item that is not
+among the `depth` first of a model gets the lowest score that the model ranked for the
+request. The weight is chosen on validation. With `allowed` and `unseen`, the rankings
+are those of the items that may be recommended.
 
 Shapes: `B` requests, `N` items.
 """
@@ -158,9 +157,7 @@ class Blend(RetrievalModel):
             encoded = None if allowed is None else model.encode_allowed(allowed)
             items, scores = model.recommend(batch, depth, allowed=encoded, **options)
             if model.is_baseline:
-                positive = scores.clamp(min=0)
-                largest = positive.amax(1, keepdim=True).clamp(min=1e-30)
-                scores = torch.where(items < 0, scores, positive / largest)
+                scores = torch.where(items < 0, scores, scores.clamp(min=0))
             rankings.append((items, scores))
         return rankings
 
