@@ -103,7 +103,7 @@ def threads() -> int:
 
 
 @pytest.fixture(autouse=True)
-def same_threads(threads: int) -> Iterator[None]:
+def same_threads(threads) -> Iterator[None]:
     """Restore the number of PyTorch's threads, which benchmarks change.
 
     Sums by another number of threads differ in their last digits.
@@ -127,7 +127,7 @@ def ray_local() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def small(tmp_path_factory) -> tuple[str, str]:
     """Write the data set `small`; return its folders of tables and of semantic IDs.
 
     Tests must not change them.
@@ -152,7 +152,7 @@ def new_store() -> Callable[[Path], str]:
 
 
 @pytest.fixture(scope="session")
-def in_ray(ray_local: None) -> dict[str, str]:
+def in_ray(ray_local) -> dict[str, str]:
     """Return the environment of a command that joins the shared Ray."""
     import ray
 

@@ -17,7 +17,7 @@ class Empty:
     """Options of a model that has none."""
 
 
-def test_the_command_line_has_the_options_of_all_models() -> None:
+def test_the_command_line_has_the_options_of_all_models():
     assert set(RECOMMEND_NAMES) == {
         option.name
         for name in registry.MODELS

@@ -63,7 +63,7 @@ IMPORTS = {name: find_imports(path) & {*MODULES} for name, path in MODULES.items
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_packages_import_only_lower_ones(path: Path) -> None:
+def test_packages_import_only_lower_ones(path):
     package = path.relative_to(ROOT).parts[0]
     imported = {name.split(".")[0] for name in find_imports(path)}
     above = PACKAGES[PACKAGES.index(package) + 1 :]
@@ -71,7 +71,7 @@ def test_packages_import_only_lower_ones(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "room"), enumerate(ROOMS))
-def test_rooms_of_pipelines_import_only_lower_ones(number: int, room: str) -> None:
+def test_rooms_of_pipelines_import_only_lower_ones(number, room):
     above = {f"pipelines.{name}" for name in ROOMS[number + 1 :]}
     for module, imported in IMPORTS.items():
         if module.startswith(f"pipelines.{room}"):
@@ -84,12 +84,12 @@ def check_no_cycle(graph: dict[str, set[str]]) -> None:
     TopologicalSorter({name: graph[name] - {name} for name in graph}).prepare()
 
 
-def test_imports_form_no_cycle() -> None:
+def test_imports_form_no_cycle():
     check_no_cycle(IMPORTS)
 
 
 @pytest.mark.parametrize("folder", ["pipelines.prepare", "models.retrieval"])
-def test_folders_of_a_room_form_no_cycle(folder: str) -> None:
+def test_folders_of_a_room_form_no_cycle(folder):
     """Files beside the folders count as folders of their own."""
     graph: dict[str, set[str]] = defaultdict(set)
     for name, imported in IMPORTS.items():
@@ -109,7 +109,7 @@ def find_strings(path: Path) -> Iterator[str]:
             yield str(node.value)
 
 
-def test_code_below_the_jobs_names_hardly_a_command_or_option() -> None:
+def test_code_below_the_jobs_names_hardly_a_command_or_option():
     below = [path for path in FILES if path.relative_to(ROOT).parts[0] in PACKAGES[:4]]
     named = [m for path in below for s in find_strings(path) for m in NAMED.findall(s)]
     assert 0 < len(named) <= 10, named

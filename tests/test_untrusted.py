@@ -37,18 +37,18 @@ from pipelines.training.record import read_record
 from tests.fixtures.training_tables import write_table
 
 
-def test_an_id_of_many_blanks_takes_time_in_proportion_to_its_length() -> None:
+def test_an_id_of_many_blanks_takes_time_in_proportion_to_its_length():
     start = time.process_time()
     assert clean_id("a" + " " * 1_000_000 + "b\u2003 ") == "a" + " " * 1_000_000 + "b"
     assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("text", ["1e+1000000000", "1.5e999", "1e+" + "9" * 40])
-def test_large_exponents_are_not_written_out(text: str) -> None:
+def test_large_exponents_are_not_written_out(text):
     assert clean_id(text) == text
 
 
-def test_served_ids_have_at_most_1000_characters() -> None:
+def test_served_ids_have_at_most_1000_characters():
     assert parse_item_id("a" * 1000) == "a" * 1000
     with pytest.raises(ValueError, match="1,001 characters"):
         parse_item_id("a" * 1001)
@@ -69,7 +69,7 @@ class _Pickled(pa.ExtensionType):
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_extension_types_are_refused(is_nested: bool, tmp_path: Path) -> None:
+def test_extension_types_are_refused(is_nested, tmp_path):
     pa.register_extension_type(_Pickled())
     try:
         column = pa.ExtensionArray.from_storage(_Pickled(), pa.array([b"x"]))
@@ -81,7 +81,7 @@ def test_extension_types_are_refused(is_nested: bool, tmp_path: Path) -> None:
         pa.unregister_extension_type("test.pickled_object")
 
 
-def test_parquet_is_only_read_with_a_check_of_its_types() -> None:
+def test_parquet_is_only_read_with_a_check_of_its_types():
     root = Path(package.__file__).parents[2]
     for folder in ("core", "models", "pipelines", "jobs", "tuning"):
         for path in (root / folder).rglob("*.py"):
@@ -99,7 +99,7 @@ def test_parquet_is_only_read_with_a_check_of_its_types() -> None:
         "x in (from \"read_parquet\"('http://127.0.0.1/'))",
     ],
 )
-def test_sql_of_a_mapping_opens_no_file(text: str) -> None:
+def test_sql_of_a_mapping_opens_no_file(text):
     with pytest.raises(ValueError, match=r"(?i)calls read_"):
         parse_sql(text)
 
@@ -116,26 +116,24 @@ def test_sql_of_a_mapping_opens_no_file(text: str) -> None:
         "range(1, x)",
     ],
 )
-def test_sql_of_a_mapping_makes_no_values_of_unlimited_length(text: str) -> None:
+def test_sql_of_a_mapping_makes_no_values_of_unlimited_length(text):
     with pytest.raises(ValueError, match="unlimited length"):
         parse_sql(text)
 
 
-def test_sql_of_a_mapping_pads_to_a_width() -> None:
+def test_sql_of_a_mapping_pads_to_a_width():
     frame = pl.DataFrame({"range": ["7"]})
     expression = parse_sql("lpad(lpad(range, 3, 'x'), 4, '0')")
     assert frame.select(expression)["range"].to_list() == ["0xx7"]
 
 
-def test_sql_of_a_mapping_reads_columns() -> None:
+def test_sql_of_a_mapping_reads_columns():
     frame = pl.DataFrame({"read_time": [1], "read csv": [2]})
     expression = parse_sql('read_time + "read csv"')
     assert frame.select(expression.alias("sum"))["sum"].to_list() == [3]
 
 
-def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_only_a_checkpoint_names_is_not_contacted(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     stranger = {"uri": "http://stranger", "experiment": "x", "run_id": "0"}
     evaluated = Checkpoint({"name": "sasrec"}, tracking=stranger)
@@ -168,7 +166,7 @@ def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
         "postgresql://user:a/SECRET@host/db",
     ],
 )
-def test_an_address_with_a_password_is_refused_and_not_printed(uri: str) -> None:
+def test_an_address_with_a_password_is_refused_and_not_printed(uri):
     for refuse in (
         lambda: build(TrainConfig, {"tracking_uri": uri}),
         lambda: build(TrainConfig, {"model": {"name": "tiger", "teacher": uri}}),
@@ -184,13 +182,13 @@ def test_an_address_with_a_password_is_refused_and_not_printed(uri: str) -> None
 @pytest.mark.parametrize(
     "uri", ["gs://anonymous@bucket/a", "s3://b/a@2024/x?region=eu", "http://host:5000"]
 )
-def test_an_address_without_a_password_is_accepted(uri: str) -> None:
+def test_an_address_without_a_password_is_accepted(uri):
     refuse_secrets({"ndcg@10": [uri, "ndcg@10"]}, "an option")
 
 
 def test_credentials_of_a_server_are_removed_where_the_store_is_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     names = [f"MLFLOW_TRACKING_{key}" for key in ("USERNAME", "PASSWORD", "TOKEN")]
     for name in names:
         monkeypatch.setenv(name, "mine")
@@ -201,7 +199,7 @@ def test_credentials_of_a_server_are_removed_where_the_store_is_a_file(
     assert not any(name in os.environ for name in names)
 
 
-def test_names_cannot_steer_a_terminal_or_a_page() -> None:
+def test_names_cannot_steer_a_terminal_or_a_page():
     name = "a\x1b[2J\x9b31m<img src=x>|\n[l](javascript:x) 日"
     stream = io.StringIO()
     mask_controls(stream)
@@ -214,7 +212,7 @@ def test_names_cannot_steer_a_terminal_or_a_page() -> None:
     assert len(text.splitlines()) == 7
 
 
-def test_make_runs_no_code_of_its_variables(tmp_path: Path) -> None:
+def test_make_runs_no_code_of_its_variables(tmp_path):
     root = Path(package.__file__).parents[2]
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copyfile(root / name, tmp_path / name)
@@ -245,17 +243,15 @@ def test_make_runs_no_code_of_its_variables(tmp_path: Path) -> None:
     ],
 )
 def test_a_served_model_requires_the_library_of_its_encoder(
-    file: str, requirement: str, tmp_path: Path
-) -> None:
+    file, requirement, tmp_path
+):
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).touch()
     *_, last = package.pin_requirements(SASRec, tmp_path)
     assert last.startswith(f"{requirement}==")
 
 
-def test_the_cache_removes_only_its_own_entries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_removes_only_its_own_entries(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
     cache_folder().mkdir(parents=True)
     foreign = [tmp_path / "cache" / "notes.txt", cache_folder() / "thesis.tex"]
@@ -272,9 +268,7 @@ def test_the_cache_removes_only_its_own_entries(
     assert not old.exists()
 
 
-def test_the_cache_is_readable_by_its_user_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_readable_by_its_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
     before = os.umask(0o002)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,7 @@ from tests.fixtures.training_tables import write_tables
 
 
 @pytest.mark.long
-def test_a_line_has_the_time_and_memory_of_training_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_has_the_time_and_memory_of_training_steps(tmp_path, monkeypatch):
     tables, _ = write_tables(tmp_path, users=12)
     (tmp_path / "sasrec.yaml").write_text(
         "{model: {name: sasrec, num_layers: 1}, fit: {batch_size: 4}}"

@@ -57,7 +57,7 @@ def start_holder(uri: str) -> subprocess.Popen:
     return process
 
 
-def test_a_second_job_is_rejected_while_the_first_one_lives(s3: str) -> None:
+def test_a_second_job_is_rejected_while_the_first_one_lives(s3):
     holder = start_holder(f"{s3}/t")
     try:
         message = rf"/t is being written \(process {holder.pid} on {socket.gethostname()}, since"
@@ -79,9 +79,7 @@ def test_a_second_job_is_rejected_while_the_first_one_lives(s3: str) -> None:
         holder.wait()
 
 
-def test_the_lock_of_a_killed_job_expires(
-    s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_of_a_killed_job_expires(s3, monkeypatch):
     monkeypatch.setattr(locks, "EXPIRES_S", 4.0)
     holder = start_holder(f"{s3}/killed")
     holder.kill()
@@ -91,9 +89,7 @@ def test_the_lock_of_a_killed_job_expires(
         assert time.monotonic() - begin > 4
 
 
-def test_a_job_that_lost_its_lock_fails_at_the_end(
-    s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_lost_its_lock_fails_at_the_end(s3, monkeypatch):
     monkeypatch.setattr(locks, "HEARTBEAT_S", 0.2)
 
     def lose_lock() -> None:

@@ -42,13 +42,13 @@ def write_sids(
     return uri
 
 
-def test_parts_without_a_manifest_are_refused(tmp_path: Path) -> None:
+def test_parts_without_a_manifest_are_refused(tmp_path):
     write_part(str(tmp_path), build_sids([1]))
     with pytest.raises(UserError, match=r"is not a table: it holds no manifest\.json"):
         open_table(str(tmp_path), TableInfo)
 
 
-def test_a_new_version_removes_the_files_of_older_ones(tmp_path: Path) -> None:
+def test_a_new_version_removes_the_files_of_older_ones(tmp_path):
     uri = write_sids(tmp_path / "t", build_sids([1]), build_sids([2]))
     write_part(uri, build_sids([9]))  # as a killed run leaves it
     write_sids(tmp_path / "t", build_sids([3]), config={"k": 1})
@@ -59,7 +59,7 @@ def test_a_new_version_removes_the_files_of_older_ones(tmp_path: Path) -> None:
     assert files == ["manifest.json", part.path]
 
 
-def test_files_of_the_user_are_never_removed(tmp_path: Path) -> None:
+def test_files_of_the_user_are_never_removed(tmp_path):
     folder = tmp_path / "t"
     uri = write_sids(folder, build_sids([1]))
     names = [
@@ -85,7 +85,7 @@ def test_files_of_the_user_are_never_removed(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {*names, "more"}
 
 
-def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_written_by_one_process_at_a_time(tmp_path):
     with writing(str(tmp_path / "t")):
         with pytest.raises(
             UserError,
@@ -112,7 +112,7 @@ def flip_bits(file: Path, count: int = 150) -> Iterator[None]:
     file.write_bytes(content)
 
 
-def test_a_flipped_bit_anywhere_in_a_part_is_detected(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_part_is_detected(tmp_path):
     vectors = pa.table(
         {"item_index": range(40), "embedding": [[0.5 * i] * 8 for i in range(40)]},
         embeddings_schema(8),
@@ -130,9 +130,7 @@ def test_a_flipped_bit_anywhere_in_a_part_is_detected(tmp_path: Path) -> None:
     "path",
     ["../secret", "/etc/passwd", "..", "", "a/../../b", "%2e%2e%2fb", "a\\b", None],
 )
-def test_a_manifest_with_a_path_outside_its_folder_is_refused(
-    tmp_path: Path, path: str | None
-) -> None:
+def test_a_manifest_with_a_path_outside_its_folder_is_refused(tmp_path, path):
     uri = write_sids(tmp_path / "t", build_sids([1]))
     write_part(str(tmp_path), build_sids([2]))
     manifest = tmp_path / "t" / "manifest.json"

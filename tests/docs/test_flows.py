@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ SMALLER = {
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def checkout(tmp_path, monkeypatch) -> Iterator[Path]:
     """Work in a folder that looks like a checkout without runs."""
     for name in ("jobs", "tuning"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -128,12 +128,8 @@ def write_industrial_log(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_pages_of_retrieval_and_of_sweeps(
-    checkout: Path,
-    ray_local: None,
-    new_store: Callable[[Path], str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    checkout, ray_local, new_store, monkeypatch, capsys
+):
     write_industrial_log(checkout / "amazon18_industrial")
     new_store(checkout / "runs" / "industrial" / "runs")
     run_commands(read_prompts("retrieval.md"), monkeypatch)
@@ -151,12 +147,8 @@ def test_the_pages_of_retrieval_and_of_sweeps(
 
 @pytest.mark.exhaustive
 def test_the_pages_of_search_and_of_serving(
-    checkout: Path,
-    ray_local: None,
-    new_store: Callable[[Path], str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    checkout, ray_local, new_store, monkeypatch, capsys
+):
     new_store(checkout / "runs" / "search" / "runs")
     smaller = {**SMALLER, "jobs.simulate": "--users 60 --events 400"}
     shop = read_prompts("search.md", "An example")  # has its own test
@@ -177,12 +169,7 @@ def test_the_pages_of_search_and_of_serving(
         assert answer["score"].explode().between(0, 1).all()
 
 
-def test_the_page_of_new_items_of_a_feed(
-    checkout: Path,
-    ray_local: None,
-    new_store: Callable[[Path], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_page_of_new_items_of_a_feed(checkout, ray_local, new_store, monkeypatch):
     new_store(checkout / "runs" / "feed" / "runs")
     smaller = {**SMALLER, "jobs.simulate": "--users 60 --items 200 --events 1200"}
     run_commands(read_prompts("actions.md", "New items"), monkeypatch, smaller)
@@ -195,12 +182,8 @@ def test_the_page_of_new_items_of_a_feed(
 
 
 def test_the_page_of_a_search_log_with_custom_features(
-    checkout: Path,
-    ray_local: None,
-    new_store: Callable[[Path], str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    checkout, ray_local, new_store, monkeypatch, capsys
+):
     new_store(checkout / "runs" / "shop" / "runs")
     blocks = dict(read_blocks(read_page("search.md", "An example")))
     (checkout / "shop").mkdir()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def page(tmp_path_factory) -> dict[str, Any]:
     """Run the code of the page, and return its variables."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "jobs").symlink_to(ROOT / "jobs")
@@ -42,9 +42,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return variables
 
 
-def test_recommendations_equal_those_of_the_evaluated_model(
-    page: dict[str, Any],
-) -> None:
+def test_recommendations_equal_those_of_the_evaluated_model(page):
     """They are those of the next request of a user of the table."""
     model = page["model"]
     users = Dataset.load(model.model, model.loaded.catalogue, "next")
@@ -64,14 +62,14 @@ def test_recommendations_equal_those_of_the_evaluated_model(
     assert set(answer["item_id"]) == set(allowed[3:])
 
 
-def test_nearest_items_are_those_of_the_vectors(page: dict[str, Any]) -> None:
+def test_nearest_items_are_those_of_the_vectors(page):
     vectors = torch.nn.functional.normalize(page["vectors"], dim=1)
     nearest = (vectors @ vectors.T).fill_diagonal_(-1).argmax(1).tolist()
     lists = page["model"].nearest(3)["nearest"].to_list()
     assert [ids[0] for ids in lists] == [page["model"].item_ids[i] for i in nearest]
 
 
-def test_a_run_is_its_folder_a_checkpoint_or_its_id(page: dict[str, Any]) -> None:
+def test_a_run_is_its_folder_a_checkpoint_or_its_id(page):
     folder: Path = page["folder"]
     record = read_record(str(folder / "runs/sasrec"))
     assert record
@@ -81,7 +79,7 @@ def test_a_run_is_its_folder_a_checkpoint_or_its_id(page: dict[str, Any]) -> Non
         assert model.recommend(page["history"]).equals(expected)
 
 
-def test_the_workers_of_a_loader_share_an_epoch(page: dict[str, Any]) -> None:
+def test_the_workers_of_a_loader_share_an_epoch(page):
     batches = page["batches"]
     targets = [batch.target for batch in batches]
     loaded = [b.target for b in DataLoader(batches, batch_size=None, num_workers=2)]
@@ -89,7 +87,7 @@ def test_the_workers_of_a_loader_share_an_epoch(page: dict[str, Any]) -> None:
     assert all(map(torch.equal, loaded, targets))
 
 
-def test_scores_of_candidates_are_those_of_the_model(tmp_path: Path) -> None:
+def test_scores_of_candidates_are_those_of_the_model(tmp_path):
     tables, text = search_tables.write_search(tmp_path / "searches", users=10)
     setup, _ = serve_ranker({"name": "base"}, tmp_path, tables, text, max_history=20)
     requests, scores = build_search_requests(setup, tables, 20)
@@ -101,7 +99,7 @@ def test_scores_of_candidates_are_those_of_the_model(tmp_path: Path) -> None:
         assert list(answer.values()) == sorted(answer.values(), reverse=True)
 
 
-def test_a_model_that_is_not_served_is_not_loaded(tmp_path: Path) -> None:
+def test_a_model_that_is_not_served_is_not_loaded(tmp_path):
     tables, _ = search_tables.write_search(tmp_path / "searches", users=10)
     run = build_training({"name": "shown_order"}, FitConfig(), Inputs(tables))
     checkpoint.save(tmp_path / "shown", run.model, run.checkpoint(epoch=1))

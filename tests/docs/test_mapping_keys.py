@@ -64,7 +64,7 @@ def list_defaults() -> Iterator[tuple[str, str]]:
                 yield key, format_default(field)
 
 
-def test_the_page_has_each_key_with_its_default_and_a_valid_example() -> None:
+def test_the_page_has_each_key_with_its_default_and_a_valid_example():
     text = (ROOT / "jobs/configs/sources/README.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \|(.*)\|$", text, re.MULTILINE)
     page = {key: re.split(r"(?<!\\)\|", cells) for key, cells in rows}

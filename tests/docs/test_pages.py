@@ -20,9 +20,7 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("module", "words"), JOBS)
-def test_a_job_accepts_the_options_of_a_command(
-    module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_accepts_the_options_of_a_command(module, words, monkeypatch):
     monkeypatch.chdir(ROOT)  # paths of the checkout's files are relative to it
     job = importlib.import_module(module)
     if not module.startswith(("jobs.", "papers.")):
@@ -46,7 +44,7 @@ def use_shipped_source(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_have_existing_targets(page: Path) -> None:
+def test_links_have_existing_targets(page):
     for link in read_links(page.read_text()):
         if link.startswith(("http://", "https://")):
             continue
@@ -60,9 +58,9 @@ def test_links_have_existing_targets(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem
 )
-def test_a_page_begins_with_what_its_reader_learns(page: Path) -> None:
+def test_a_page_begins_with_what_its_reader_learns(page):
     assert page.read_text().split("\n\n")[1].startswith("After this page you")
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 5000

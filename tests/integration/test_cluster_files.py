@@ -37,14 +37,14 @@ def parse_command(command: str) -> object:
     return cli.config_from_words(job, argv)
 
 
-def test_ray_accepts_the_cluster_config() -> None:
+def test_ray_accepts_the_cluster_config():
     config = prepare_config(load_yaml("cluster.yaml"))
     validate_config(config)
     # The launcher's default commands would install packages.
     assert config["head_setup_commands"] == config["worker_setup_commands"] == []
 
 
-def test_cluster_nodes_run_the_tested_ray() -> None:
+def test_cluster_nodes_run_the_tested_ray():
     tested = version("ray")
     assert f"ray=={tested}" in (ROOT / "constraints.txt").read_text()
     assert (
@@ -53,7 +53,7 @@ def test_cluster_nodes_run_the_tested_ray() -> None:
     )
 
 
-def test_the_image_contains_every_package_of_the_jobs() -> None:
+def test_the_image_contains_every_package_of_the_jobs():
     dockerfile = (ROOT / "deploy/Dockerfile").read_text()
     copied = re.findall(r"^COPY --chown=ray (\w+) trieline/(\w+)$", dockerfile, re.M)
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
@@ -61,21 +61,19 @@ def test_the_image_contains_every_package_of_the_jobs() -> None:
     assert all(source == target for source, target in copied)
 
 
-def test_cluster_starts_with_authentication() -> None:
+def test_cluster_starts_with_authentication():
     config = load_yaml("cluster.yaml")
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "RAY_AUTH_MODE=token ray start" in config[key][-1]
     assert config["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
 
 
-def test_ray_accepts_the_runtime_env() -> None:
+def test_ray_accepts_the_runtime_env():
     content = load_yaml("runtime_env.yaml")
     assert RuntimeEnv(**content)["env_vars"] == content["env_vars"]
 
 
-def test_the_uploaded_working_dir_has_all_code_and_hardly_anything_else(
-    tmp_path: Path,
-) -> None:
+def test_the_uploaded_working_dir_has_all_code_and_hardly_anything_else(tmp_path):
     package = tmp_path / "package.zip"
 
     create_package(str(ROOT), package, include_gitignore=True)
@@ -96,7 +94,7 @@ def test_the_uploaded_working_dir_has_all_code_and_hardly_anything_else(
     assert not top_folders & {".git", ".venv", "data", "runs", "tests", "stores"}
 
 
-def test_the_command_in_the_cluster_config_is_valid() -> None:
+def test_the_command_in_the_cluster_config_is_valid():
     text = re.sub(r"\\\n# +", "", (ROOT / "cluster.yaml").read_text())
     command = re.search(r"python -m jobs\..*", text)
     assert command
@@ -104,7 +102,7 @@ def test_the_command_in_the_cluster_config_is_valid() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("rayjob-*.yaml")))
-def test_the_commands_of_kubernetes_jobs_are_valid(path: Path) -> None:
+def test_the_commands_of_kubernetes_jobs_are_valid(path):
     resources = list(yaml.safe_load_all(path.read_text()))
     (job,) = [r for r in resources if r["kind"] == "RayJob"]
     assert parse_command(job["spec"]["entrypoint"])

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -180,7 +179,7 @@ TINY_TIGER = {
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy(tmp_path_factory) -> Path:
     """Copy the project, and add a decoder and a kind of request."""
     copy = tmp_path_factory.mktemp("extended") / "project"
     for name in ("core", "models", "pipelines", "tuning", "jobs"):
@@ -247,7 +246,7 @@ def build_kind_commands(copy: Path) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -> str:
+def output(copy, in_ray, new_store) -> str:
     """Run the commands of the copy on the shared Ray; return their output.
 
     Ray's workers import the modules that the driver imports.
@@ -292,9 +291,7 @@ def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str])
     ],
     ids=["a decoder", "a kind of request"],
 )
-def test_every_command_knows_an_extension(
-    output: str, expected: tuple[str, ...]
-) -> None:
+def test_every_command_knows_an_extension(output, expected):
     """The texts appear in their order."""
     start = 0
     for text in expected:
@@ -302,9 +299,7 @@ def test_every_command_knows_an_extension(
         start = output.index(text, start)
 
 
-def test_the_new_kind_forms_the_requests_that_its_file_defines(
-    output: str, copy: Path
-) -> None:
+def test_the_new_kind_forms_the_requests_that_its_file_defines(output, copy):
     """An item is no target directly after itself."""
     num_requests = num_repeats = 0
     for user in read_table(f"{copy.parent}/shop/sequences").to_pylist():
@@ -319,7 +314,7 @@ def test_the_new_kind_forms_the_requests_that_its_file_defines(
     assert num_requests < 900
 
 
-def test_the_pages_check_of_a_decoder_passes(tmp_path: Path) -> None:
+def test_the_pages_check_of_a_decoder_passes(tmp_path):
     tables, sids = training_tables.write_tables(tmp_path / "small")
     catalogue = Catalogue.load(Inputs(tables, sids))
     backbone: Any = build_model(TINY_TIGER, catalogue).eval().backbone
@@ -334,9 +329,7 @@ def test_the_pages_check_of_a_decoder_passes(tmp_path: Path) -> None:
         exec(CHECK, {"torch": torch, **variables})
 
 
-def test_code_of_a_checkpoint_runs_if_it_is_named_or_trusted(
-    output: str, copy: Path
-) -> None:
+def test_code_of_a_checkpoint_runs_if_it_is_named_or_trusted(output, copy):
     home = copy.parent
     uri = str(home / "runs/newest/best")
     inputs = Inputs(f"{home}/small/tables", f"{home}/small/sids")
@@ -351,7 +344,7 @@ def test_code_of_a_checkpoint_runs_if_it_is_named_or_trusted(
     assert LoadedModel.load(uri, inputs, trust_code=True).model
 
 
-def test_a_checkpoint_names_no_file_to_run(tmp_path: Path) -> None:
+def test_a_checkpoint_names_no_file_to_run(tmp_path):
     file = tmp_path / "evil.py"
     file.write_text("raise SystemExit")
     with pytest.raises(UserError, match="in no file that may run"):

@@ -43,7 +43,7 @@ FLOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def flows(tmp_path, monkeypatch) -> None:
     """Use the small models in place of those of the quickstart."""
     file = tmp_path / "flows.yaml"
     file.write_text(yaml.safe_dump(FLOWS))
@@ -64,14 +64,8 @@ def find_rows(output: str, model: str) -> str:
     ],
 )
 def test_a_simulated_log_becomes_a_table_of_models(
-    ray_local: None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    log: str,
-    model: str,
-    metric: str,
-) -> None:
+    ray_local, tmp_path, capsys, kind, log, model, metric
+):
     sizes = {"users": 60, "items": 60, "events": 500}
     config = QuickstartConfig(kind=kind, output=str(tmp_path), simulate=sizes)
 
@@ -96,9 +90,7 @@ def test_a_simulated_log_becomes_a_table_of_models(
         ("actions", 24_000, [12, 12, 12, 12]),
     ],
 )
-def test_epochs_follow_from_the_number_of_requests(
-    kind: str, requests: int, epochs: list[int]
-) -> None:
+def test_epochs_follow_from_the_number_of_requests(kind, requests, epochs):
     content = yaml.safe_load((quickstart.CONFIGS / "quickstart.yaml").read_text())
     flow = build(quickstart.Flow, content[kind])
     splits = {"train": requests, "val": requests // 8, "test": requests // 8}
@@ -113,8 +105,8 @@ def test_epochs_follow_from_the_number_of_requests(
 
 
 def test_searches_without_texts_are_ranked_by_ids_and_features(
-    ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    ray_local, tmp_path, capsys
+):
     rows = [
         f"u{user},q,{user + 1_600_000_000},i{item},{int(item == user % 5)}"
         for user in range(100)
@@ -142,9 +134,7 @@ def test_searches_without_texts_are_ranked_by_ids_and_features(
     assert (tmp_path / "visits/compare.html").is_file()
 
 
-def test_a_doubtful_mapping_is_printed_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_doubtful_mapping_is_printed_and_nothing_is_written(tmp_path, capsys):
     (tmp_path / "visits").mkdir()
     rows = "".join(
         f"{n % 9},{n % 14 + 50},2024-01-{n % 28 + 1:02} 10:00\n" for n in range(200)

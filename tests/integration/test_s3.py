@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,12 +70,7 @@ class Storages:
 
 
 @pytest.fixture(scope="module")
-def storages(
-    in_ray: dict[str, str],
-    s3: str,
-    new_store: Callable[[Path], str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Storages:
+def storages(in_ray, s3, new_store, tmp_path_factory) -> Storages:
     """Prepare and tokenize a simulated log on S3 and on disk."""
     disk = tmp_path_factory.mktemp("flow")
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
@@ -108,7 +102,7 @@ def load_weights(run: str) -> dict[str, torch.Tensor]:
         return load_file(local / checkpoint.WEIGHTS)
 
 
-def test_tables_on_s3_equal_those_on_disk(storages: Storages) -> None:
+def test_tables_on_s3_equal_those_on_disk(storages):
     tables = ["tables/events", "tables/items", "tables/sequences", "tables/rejects"]
     for table in [*tables, "sids/embeddings", "sids/trie"]:
         on_disk = read_manifest(f"{storages.disk}/{table}")
@@ -117,9 +111,7 @@ def test_tables_on_s3_equal_those_on_disk(storages: Storages) -> None:
         assert [part.sha256 for part in on_s3.files] == hashes_on_disk
 
 
-def test_a_killed_training_on_s3_continues_to_the_weights_of_one_on_disk(
-    storages: Storages,
-) -> None:
+def test_a_killed_training_on_s3_continues_to_the_weights_of_one_on_disk(storages):
     (storages.disk / "one.yaml").write_text(json.dumps({"model": MODEL, "fit": FIT}))
     command = (
         "train --config {disk}/one.yaml --tables {s3}/tables --storage {s3}/runs --name one --ray.threads 1 "

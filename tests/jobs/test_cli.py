@@ -54,21 +54,21 @@ def parse(*argv: str) -> Options:
     return options.build(Options, options.read_words(argv, Options))
 
 
-def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_config_file(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("source: a\nsplit:\n  val_share: 0.3\n")
     parsed = parse("--config", str(path), "--source", "b")
     assert parsed == Options("b", split=Split(val_share=0.3))
 
 
-def test_words_below_options_of_another_job_are_nested() -> None:
+def test_words_below_options_of_another_job_are_nested():
     words = ["--output", "o", "--prepare.split.val_days", "3", "--train.fit.lr", "0.1"]
     content = options.read_words(words, daily.Config)
     assert content["prepare"] == {"split": {"val_days": "3"}}
     assert content["train"] == {"fit": {"lr": "0.1"}}
 
 
-def test_a_flag_needs_no_value() -> None:
+def test_a_flag_needs_no_value():
     assert parse("--source", "a", "--overwrite", "--split.kind", "temporal").overwrite
     assert parse("--overwrite", "--source", "a").overwrite
     assert parse("--source", "{title}").source == "{title}"
@@ -89,7 +89,7 @@ def test_a_flag_needs_no_value() -> None:
         ("--source a --split.val_share 7", "outside (0, 1)"),
     ],
 )
-def test_a_wrong_line_is_refused(argv: str, message: str) -> None:
+def test_a_wrong_line_is_refused(argv, message):
     with pytest.raises(UserError) as error:
         parse(*argv.split())
     assert message in str(error.value)
@@ -107,9 +107,7 @@ def test_a_wrong_line_is_refused(argv: str, message: str) -> None:
         ("a: [\n", "not valid YAML"),
     ],
 )
-def test_a_wrong_config_file_is_refused(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_wrong_config_file_is_refused(tmp_path, text, message):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
@@ -117,7 +115,7 @@ def test_a_wrong_config_file_is_refused(
     assert message in str(error.value)
 
 
-def test_a_user_error_of_a_ray_task_is_found(ray_local: None) -> None:
+def test_a_user_error_of_a_ray_task_is_found(ray_local):
     import ray
 
     @ray.remote
@@ -133,7 +131,7 @@ def test_a_user_error_of_a_ray_task_is_found(ray_local: None) -> None:
 
 
 @pytest.mark.long
-def test_a_closed_pipe_causes_no_error_message(tmp_path: Path) -> None:
+def test_a_closed_pipe_causes_no_error_message(tmp_path):
     """`| head` closes the pipe early."""
     (tmp_path / "log.csv").write_text(
         "user,item,time\n" + "".join(f"u{n % 9},i{n % 20},{n}\n" for n in range(300))
@@ -155,8 +153,8 @@ def test_a_closed_pipe_causes_no_error_message(tmp_path: Path) -> None:
 
 
 def test_the_next_command_of_a_submitted_job_names_no_folder_of_rays_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     package = tmp_path / "working_dir_files/_ray_pkg_0123456789abcdef"
     package.mkdir(parents=True)
     options = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,9 +23,7 @@ HOSTILE = "<img src=x>|[a](b)"
 
 
 @pytest.fixture(scope="module")
-def store(
-    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> str:
+def store(new_store, tmp_path_factory) -> str:
     """Log a sweep of alpha and heads, a baseline, a SASRec, and an unfinished run."""
     uri = new_store(tmp_path_factory.mktemp("compare"))
     sweep = log_sweep(uri, "alphas", ["model.alpha", "model.attention_heads"])
@@ -58,7 +55,7 @@ def store(
     return uri
 
 
-def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
+def test_only_the_best_rows_of_a_long_table_are_printed():
     frame = pl.DataFrame({"run": [str(number) for number in range(31)]})
     title, best, notes = shorten(("x", frame, ["first"] * 9))
     assert best["run"].to_list() == [str(number) for number in range(20)]
@@ -67,9 +64,7 @@ def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
     assert shorten(("x", frame.head(20), []))[0] == "x"
 
 
-def test_tables_are_printed_as_markdown(
-    store: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_tables_are_printed_as_markdown(store, capsys):
     run(Config(experiment="retrieval/x", tracking_uri=store))
 
     output = capsys.readouterr().out
@@ -102,9 +97,7 @@ class Page(HTMLParser):
 
 @pytest.mark.long
 @pytest.mark.parametrize("selection", ["--experiment retrieval/x", "--sweep alphas"])
-def test_the_page_needs_no_other_file(
-    store: str, tmp_path: Path, selection: str
-) -> None:
+def test_the_page_needs_no_other_file(store, tmp_path, selection):
     file = tmp_path / "new/page.html"
     words = [*selection.split(), "--tracking_uri", store, "--html", str(file)]
     run(config_from_words(compare, words))

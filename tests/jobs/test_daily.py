@@ -117,9 +117,7 @@ def run_all_days(folder: Path, draw: random.Random, kill_s: float) -> float:
 
 
 @pytest.mark.exhaustive
-def test_days_whose_jobs_are_killed_have_the_undisturbed_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_days_whose_jobs_are_killed_have_the_undisturbed_results(tmp_path, capsys):
     seed = random.randrange(1 << 30)
     draw = random.Random(seed)
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
@@ -144,9 +142,7 @@ def test_days_whose_jobs_are_killed_have_the_undisturbed_results(
     assert logged.data.tags["accepted"] == "true"
 
 
-def test_a_worse_model_does_not_replace_the_running_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worse_model_does_not_replace_the_running_one(tmp_path, capsys):
     """A model without gradients is computed anew each day."""
     for days, model in ((2, "ease"), (3, "popularity"), (4, "ease")):
         add_days(tmp_path, days)
@@ -171,9 +167,7 @@ def test_a_worse_model_does_not_replace_the_running_one(
 
 
 @pytest.mark.exhaustive
-def test_the_best_baseline_is_registered_in_place_of_a_model_below_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_baseline_is_registered_in_place_of_a_model_below_it(tmp_path, capsys):
     """A learning rate of nearly 0 leaves SASRec random."""
     settings = Settings(800, 60, 6000)
     write_log(str(tmp_path / "raw"), "retrieval", settings, draw_interactions)
@@ -197,7 +191,7 @@ def test_the_best_baseline_is_registered_in_place_of_a_model_below_it(
     assert version.tags["model"] == best
 
 
-def test_wrong_options_of_a_step_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_wrong_options_of_a_step_are_refused_before_any_work(tmp_path):
     tiger = f"{CONFIGS}/tiger_small.yaml"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"train": {"config": tiger, "fit": {"epochs": 2}}}, "train.fit.epochs"),

@@ -34,13 +34,13 @@ def run_code(code: str) -> list[str]:
     return process.stdout.splitlines()
 
 
-def test_a_finished_run_needs_neither_ray_nor_mlflow() -> None:
+def test_a_finished_run_needs_neither_ray_nor_mlflow():
     code = "import pipelines.training.run; from pipelines import tracking"
     imported = "['torch', 'pyarrow']"
     assert run_code(f"{code}; tracking.resolve_uri(None, 'x')") == [imported]
 
 
-def test_an_unknown_model_is_refused_without_slow_packages() -> None:
+def test_an_unknown_model_is_refused_without_slow_packages():
     message, imported = run_code(
         "from jobs import cli, train\n"
         "try:\n"
@@ -53,7 +53,7 @@ def test_an_unknown_model_is_refused_without_slow_packages() -> None:
     assert imported == "[]"
 
 
-def test_a_misspelt_key_is_refused_without_slow_packages() -> None:
+def test_a_misspelt_key_is_refused_without_slow_packages():
     *messages, imported = run_code(
         "import importlib, sys; sys.argv[1:] = ['--trackin_uri', 'x']\n"
         "from jobs import cli\n"

@@ -18,15 +18,13 @@ def print_help(
     return capsys.readouterr().out
 
 
-def test_example_commands_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_commands_keep_their_lines(capsys):
     usage, *lines = print_help(compare, [], capsys).splitlines()
     assert usage == "usage: python -m jobs.compare [--config FILE] [--OPTION VALUE ...]"
     assert sum(line.startswith("    python -m jobs.compare ") for line in lines) == 3
 
 
-def test_the_help_of_a_training_shows_the_options_of_the_named_model(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_help_of_a_training_shows_the_options_of_the_named_model(capsys):
     text = print_help(train, ["--model.name", "attn_mvp"], capsys)
     assert "--model.action_weight" in text
     (place,) = [

@@ -87,9 +87,7 @@ def read_hashes(output: Path) -> dict[str, str]:
 
 
 @pytest.mark.exhaustive
-def test_a_killed_and_repeated_run_has_the_undisturbed_result(
-    in_ray: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_killed_and_repeated_run_has_the_undisturbed_result(in_ray, tmp_path):
     raw = write_log(tmp_path / "raw")
     output, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     source, defaults = load_source(str(raw / "source.yaml"))
@@ -137,9 +135,7 @@ def test_a_killed_and_repeated_run_has_the_undisturbed_result(
     )
 
 
-def test_options_override_the_source_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_override_the_source_file(tmp_path, capsys):
     raw = write_log(tmp_path / "raw", events=300)
     options = ["--core", "0", "--split.test_fraction", "0.3"]
     options += ["--max_events", "5", "--overwrite"]

@@ -40,7 +40,7 @@ print("SOCKETS", json.dumps(listening))
 
 
 @pytest.mark.long
-def test_a_local_ray_listens_only_on_loopback() -> None:
+def test_a_local_ray_listens_only_on_loopback():
     process = subprocess.run(
         [sys.executable, "-c", PRINT_LISTENING_SOCKETS], capture_output=True, text=True
     )
@@ -53,7 +53,7 @@ def test_a_local_ray_listens_only_on_loopback() -> None:
     assert [where for is_loopback, *where in sockets if not is_loopback] == []
 
 
-def test_joining_an_address_without_a_server_is_refused() -> None:
+def test_joining_an_address_without_a_server_is_refused():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

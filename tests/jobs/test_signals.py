@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,10 +112,8 @@ LONG_STEPS = [
 
 
 def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights(
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    tmp_path: Path,
-) -> None:
+    small, new_store, tmp_path
+):
     new_store(tmp_path)
     environment = {**os.environ}
     environment.pop("RAY_ADDRESS", None)
@@ -141,11 +138,8 @@ def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights(
 
 
 def test_a_sweep_stopped_by_ctrl_c_continues_to_its_end(
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    in_ray: dict[str, str],
-    tmp_path: Path,
-) -> None:
+    small, new_store, in_ray, tmp_path
+):
     store = new_store(tmp_path)
     (tmp_path / "grid.json").write_text(json.dumps(GRID))
     words = [
@@ -174,11 +168,8 @@ def test_a_sweep_stopped_by_ctrl_c_continues_to_its_end(
 
 
 def test_a_killed_sweep_continues_to_the_results_of_an_undisturbed_one(
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    in_ray: dict[str, str],
-    tmp_path: Path,
-) -> None:
+    small, new_store, in_ray, tmp_path
+):
     store = new_store(tmp_path)
     (tmp_path / "grid.json").write_text(json.dumps(GRID))
     words = ["jobs.sweep", "--grid", f"{tmp_path}/grid.json", "--tables", small[0]]

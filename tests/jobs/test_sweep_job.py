@@ -15,7 +15,7 @@ from tuning.grid import load_sweep
 GRID = str(Path(__file__).parents[2] / "tuning/grids/sid_mlp_alpha.yaml")
 
 
-def test_keys_below_model_fit_and_axes_are_free() -> None:
+def test_keys_below_model_fit_and_axes_are_free():
     words = ["--grid", GRID, "--dry-run", "--model.teacher=runs/tiger"]
     words += ["--fit.lr", "5e-4", "--axes.model.alpha", "[0, 1.0]"]
     words += ["--ray.threads", "2", "--test", "false"]
@@ -31,9 +31,7 @@ def test_keys_below_model_fit_and_axes_are_free() -> None:
         assert config.ray == RayOptions(threads=2)
 
 
-def test_a_dry_run_prints_the_trials_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_trials_and_writes_nothing(tmp_path, capsys):
     grid = tmp_path / "g.yaml"
     grid.write_text(
         "{source: a test, fixed: {model.name: sasrec}, axes: {fit.lr: [0.1, 0.2, 0.3]}}"

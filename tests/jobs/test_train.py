@@ -10,7 +10,7 @@ from jobs import train as job
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_shipped_configs_are_valid() -> None:
+def test_the_shipped_configs_are_valid():
     for path in (ROOT / "jobs/configs").glob("*/*.yaml"):
         words = ["--tables", "t", "--storage", "s", "--name", "n", "--config"]
         if path.parent.name != "sources":

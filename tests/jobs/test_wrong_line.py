@@ -26,9 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def paths(
-    small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
+def paths(small, tmp_path_factory) -> dict[str, str]:
     """Write tables of both kinds, semantic IDs, text and a TIGER's run.
 
     Return their folders by the names that the command lines use.
@@ -94,11 +92,8 @@ WRONG_LINES = [
 
 
 def test_a_wrong_line_ends_with_code_1_before_ray_starts(
-    paths: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    subtests: pytest.Subtests,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    paths, monkeypatch, subtests, capsys
+):
     monkeypatch.delattr("ray.init")
     monkeypatch.chdir(ROOT)
     files = sorted(Path(paths["runs"]).rglob("*"))
@@ -145,12 +140,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=range(len(DAMAGES)))
 def test_a_damaged_input_is_named_before_ray_starts(
-    paths: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Path], object],
-    message: str,
-) -> None:
+    paths, tmp_path, monkeypatch, damage, message
+):
     monkeypatch.delattr("ray.init")
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
     copies = {name: tmp_path / name for name in ("tables", "sids", "runs")}

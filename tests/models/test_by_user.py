@@ -16,7 +16,7 @@ from models.metrics.per_user_metrics import (
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-def test_means_and_counts_equal_a_loop_over_the_values(stride: int) -> None:
+def test_means_and_counts_equal_a_loop_over_the_values(stride):
     generator = torch.Generator().manual_seed(1)
     user = torch.randint(0, 40, (300,), generator=generator)
     values = torch.rand(300, generator=generator, dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_means_and_counts_equal_a_loop_over_the_values(stride: int) -> None:
     assert means == pytest.approx([np.mean(expected[number]) for number in users])
 
 
-def test_the_hash_of_users_is_equal_only_for_equal_users_and_counts() -> None:
+def test_the_hash_of_users_is_equal_only_for_equal_users_and_counts():
     values = PerUserValues.from_batch(torch.tensor([5, 2]), torch.tensor([0.5, 1.0]))
     other_user = PerUserValues.from_batch(torch.tensor([9]), torch.zeros(1))
     other_count = PerUserValues.from_batch(

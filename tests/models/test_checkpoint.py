@@ -30,7 +30,7 @@ from tests.fixtures.trainings import TIGER, build_training
 
 
 @pytest.fixture
-def saved(small: tuple[str, str], tmp_path: Path) -> Path:
+def saved(small, tmp_path) -> Path:
     """Folder of a checkpoint of TIGER."""
     setup = build_training(TIGER, FitConfig(batch_size=8), Inputs(*small))
     state = {"position": {"epoch": 3}}
@@ -40,8 +40,8 @@ def saved(small: tuple[str, str], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("bytes_left", [100, 250_000])
 def test_a_file_that_cannot_be_written_is_an_error_of_the_system(
-    bytes_left: int, small: tuple[str, str], tmp_path: Path
-) -> None:
+    bytes_left, small, tmp_path
+):
     setup = build_training(TIGER, FitConfig(batch_size=8), Inputs(*small))
     state = {"position": {"epoch": 3}, "filler": torch.zeros(1_000_000)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -53,9 +53,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_checkpoint_belongs_to_its_model_and_tables(
-    saved: Path, small: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_checkpoint_belongs_to_its_model_and_tables(saved, small, tmp_path):
     catalogue = Catalogue.load(Inputs(*small))
     _, metadata = load_model(saved, catalogue)
     assert set(metadata.hashes) == {"sequences", "items", "sids", "trie"}
@@ -80,7 +78,7 @@ def test_a_checkpoint_belongs_to_its_model_and_tables(
         Catalogue.load(Inputs(small[0], other_sids))
 
 
-def test_a_damaged_file_is_named(saved: Path) -> None:
+def test_a_damaged_file_is_named(saved):
     weights, config = saved / "model.safetensors", saved / "config.json"
     content = json.loads(config.read_text())
 
@@ -124,7 +122,7 @@ def load_linear(folder: Path) -> tuple[list[float], dict]:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
-def test_a_flipped_bit_is_detected(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_detected(tmp_path, name):
     checkpoint.save(tmp_path, *build_linear(1))
     content = bytearray((tmp_path / name).read_bytes())
     for position in range(0, len(content), 7):
@@ -167,7 +165,7 @@ def kill_at_file_event(number: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_run_killed_while_saving_has_a_complete_checkpoint(tmp_path: Path) -> None:
+def test_a_run_killed_while_saving_has_a_complete_checkpoint(tmp_path):
     backend = LocalBackend(str(tmp_path), torch.device("cpu"), print)
 
     def keep(epoch: int) -> None:

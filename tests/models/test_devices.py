@@ -121,7 +121,7 @@ class SimulatedDevice(TorchDispatchMode):
 
 
 @pytest.fixture
-def simulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+def simulated_device(monkeypatch) -> Iterator[SimulatedDevice]:
     """Enable the simulated device, without the autocast that PyTorch rejects on `meta`."""
     autocast = torch.autocast
 
@@ -139,7 +139,7 @@ FIT = FitConfig(batch_size=8, eval_batch_size=8)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def data(tmp_path_factory) -> dict[str, Any]:
     """Inputs by kind, and checkpoints of teachers and encoders by name."""
     folder = tmp_path_factory.mktemp("devices")
     tables, text = search_tables.write_search(folder / "search", users=10, requests=6)
@@ -199,8 +199,8 @@ def get_gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
 @pytest.mark.parametrize("name", registry.MODELS)
 def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
-    name: str, data: dict[str, Any], simulated_device: SimulatedDevice
-) -> None:
+    name, data, simulated_device
+):
     run = build_small_training(name, data, FIT, SIMULATED)
 
     if run.model.trains_by_gradient:
@@ -239,9 +239,7 @@ class GradientAdditions(TorchDispatchMode):
 @pytest.mark.parametrize(
     "name", [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
 )
-def test_a_step_and_a_validation_in_bfloat16_are_finite_and_can_be_repeated(
-    name: str, data: dict[str, Any]
-) -> None:
+def test_a_step_and_a_validation_in_bfloat16_are_finite_and_can_be_repeated(name, data):
     """GPUs use bfloat16 by default; here it is the autocast of the CPU."""
     run = build_small_training(name, data, replace(FIT, precision="bf16"), "cpu")
 

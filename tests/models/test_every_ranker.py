@@ -10,7 +10,6 @@ import copy
 import shutil
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ Build = Callable[..., TrainingRun]
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inputs]:
+def inputs(tmp_path_factory) -> dict[str, Inputs]:
     """Tables of each kind."""
     folder = tmp_path_factory.mktemp("rankers")
     tables, text = write_search(folder / "search")
@@ -61,7 +60,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inputs]:
 
 
 @pytest.fixture(scope="module")
-def build(inputs: dict[str, Inputs]) -> Build:
+def build(inputs) -> Build:
     """A function that builds the training of a case, with weights away from zero."""
 
     @cache
@@ -88,9 +87,7 @@ def score(model: Any, examples: Any, rows: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_of_an_example_do_not_depend_on_the_batch(
-    case: str, build: Build
-) -> None:
+def test_scores_of_an_example_do_not_depend_on_the_batch(case, build):
     run = build(case)
     rows = range(7)
     together = score(run.model, run.val, rows)
@@ -119,9 +116,7 @@ def change_future(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_labels_and_later_events_change_no_score(
-    case: str, build: Build, inputs: dict[str, Inputs], tmp_path: Path
-) -> None:
+def test_labels_and_later_events_change_no_score(case, build, inputs, tmp_path):
     run = build(case)
     tables = inputs[run.model.kind.name].tables
     other = str(shutil.copytree(tables, tmp_path / "tables"))
@@ -152,9 +147,7 @@ def train(run: TrainingRun, model: Any, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("case", GRADIENT)
-def test_training_changes_every_weight_and_can_be_repeated(
-    case: str, build: Build
-) -> None:
+def test_training_changes_every_weight_and_can_be_repeated(case, build):
     run = build(case)
     model = copy.deepcopy(run.model).train()
     again = copy.deepcopy(model)
@@ -171,9 +164,7 @@ def test_training_changes_every_weight_and_can_be_repeated(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_gradients_and_scores_are_those_of_the_golden_file(
-    case: str, build: Build
-) -> None:
+def test_losses_gradients_and_scores_are_those_of_the_golden_file(case, build):
     run = build(case)
     scores = score(run.model, run.val, range(len(run.val))).double()
     values = [scores.mean().item(), scores.std().item()]
@@ -188,9 +179,7 @@ def test_losses_gradients_and_scores_are_those_of_the_golden_file(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_restores_the_model(
-    case: str, build: Build, inputs: dict[str, Inputs], tmp_path: Path
-) -> None:
+def test_a_checkpoint_restores_the_model(case, build, inputs, tmp_path):
     run = build(case)
     name = run.model.name
     checkpoint.save(tmp_path, run.model, run.checkpoint(epoch=1))
@@ -207,9 +196,7 @@ def test_a_checkpoint_restores_the_model(
 
 
 @pytest.mark.parametrize("case", ["qgs", "attn_mvp"])
-def test_training_lowers_the_loss_and_reports_all_metrics(
-    case: str, inputs: dict[str, Inputs]
-) -> None:
+def test_training_lowers_the_loss_and_reports_all_metrics(case, inputs):
     kind = registry.find(CASES[case]["name"]).kind.name
     config = FitConfig(
         lr=0.01,

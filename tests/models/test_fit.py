@@ -8,7 +8,6 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -120,8 +119,8 @@ CONFIG = FitConfig(
     [*((step, False) for step in range(1, 21)), *((n, True) for n in range(1, 5))],
 )
 def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterrupted_training(
-    stop_at: int, in_validation: bool
-) -> None:
+    stop_at, in_validation
+):
     calls = iter(range(1, 1000))
 
     def should_stop() -> bool:
@@ -158,7 +157,7 @@ def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterru
             assert value == pytest.approx(expected_curves[name, step])
 
 
-def test_states_are_saved_every_n_steps_on_request_and_at_the_end_of_an_epoch() -> None:
+def test_states_are_saved_every_n_steps_on_request_and_at_the_end_of_an_epoch():
     answers = iter([False, True])
     config = FitConfig(max_epochs=2, log_every_steps=2)
 
@@ -176,7 +175,7 @@ def test_states_are_saved_every_n_steps_on_request_and_at_the_end_of_an_epoch() 
     assert [event.step for event in events if event.metrics] == [10]
 
 
-def test_best_epoch_and_early_stop_follow_the_validation_metric_alone() -> None:
+def test_best_epoch_and_early_stop_follow_the_validation_metric_alone():
     values = iter([0.1, 0.5, 0.5, 0.4, 0.9, 0.9])
     config = FitConfig(lr=0.1, max_epochs=6, patience=2, warmup_steps=0)
 
@@ -194,14 +193,14 @@ def test_best_epoch_and_early_stop_follow_the_validation_metric_alone() -> None:
     assert best_fields(ends[-1].state) == {"value": 0.5, "epoch": 2, "step": 10}
 
 
-def test_a_loss_of_nan_stops_the_training() -> None:
+def test_a_loss_of_nan_stops_the_training():
     model = build_classifier()
     nn.init.constant_(model.hidden.bias, math.nan)
     with pytest.raises(UserError, match="nan at step 5"):
         run_fit(model, FitConfig(max_epochs=1))
 
 
-def test_learning_rate_rises_then_falls() -> None:
+def test_learning_rate_rises_then_falls():
     config = FitConfig(lr=1.0, warmup_steps=10_000, warmup_share=0.1)
 
     rates = [learning_rate(config, step, 1000) for step in range(1000)]
@@ -242,7 +241,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_ranks_train_and_save_together(tmp_path: Path) -> None:
+def test_ranks_train_and_save_together(tmp_path):
     mp.start_processes(run_rank, (str(tmp_path),), nprocs=2, start_method="forkserver")
     first, second = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
@@ -254,7 +253,7 @@ def test_ranks_train_and_save_together(tmp_path: Path) -> None:
         assert torch.equal(weight, weights[name])
 
 
-def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_keeps_order_and_errors(monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
 
     def batches() -> Iterator[Pairs]:

@@ -62,7 +62,7 @@ def train_as_one_of_two(rank: int, epochs: int, folder: Path, inputs: Inputs) ->
 
 
 @pytest.mark.long
-def test_two_workers_with_shards_train_the_weights_of_one(tmp_path: Path) -> None:
+def test_two_workers_with_shards_train_the_weights_of_one(tmp_path):
     inputs = Inputs(*write_tables(tmp_path / "made", parts=6))
     whole, shared = tmp_path / "whole", tmp_path / "shared"
     train_to(3, whole, inputs)

@@ -91,7 +91,7 @@ def build_ranker(name: str, logs: Any, **options: Any) -> tuple[Any, Dataset]:
 
 
 @pytest.fixture
-def to_meta(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def to_meta(monkeypatch) -> Callable[..., Any]:
     """Return a function that moves modules in place, and a batch as a copy, to the
     device `meta`.
 

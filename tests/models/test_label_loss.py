@@ -42,9 +42,7 @@ def compute_loss_by_loop(
 @pytest.mark.parametrize(
     "weights", [{}, {"click": 0.5, "share": 3.0}, {"purchase": 0.0}]
 )
-def test_the_loss_equals_a_loop_over_labels_and_rows(
-    share: float, weights: dict[str, float]
-) -> None:
+def test_the_loss_equals_a_loop_over_labels_and_rows(share, weights):
     torch.manual_seed(0)
     logits, labels = torch.randn(40, 3), torch.rand(40, 3) < 0.4
     selected = torch.rand(40) < share
@@ -60,6 +58,6 @@ def test_the_loss_equals_a_loop_over_labels_and_rows(
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_weight_of_an_unknown_label_is_rejected() -> None:
+def test_a_weight_of_an_unknown_label_is_rejected():
     with pytest.raises(UserError, match="unknown 'likes' in label_weights"):
         resolve_weights(LABELS, {"likes": 2.0})

@@ -147,8 +147,8 @@ def test_metrics_equal_those_of_scikit_learn(untied_requests):
     ("deviation", "offset"), [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)]
 )
 def test_auc_is_exact_at_any_scale_and_over_batches_and_workers(
-    monkeypatch: pytest.MonkeyPatch, deviation: float, offset: float, sizes: list[int]
-) -> None:
+    monkeypatch, deviation, offset, sizes
+):
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(4000, generator=generator) * deviation + offset
     chance = torch.sigmoid((scores - offset) / deviation)

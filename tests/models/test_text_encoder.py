@@ -113,9 +113,7 @@ def encode_alone(folder: Path, text: str, pooling: str) -> np.ndarray:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_a_vector_does_not_depend_on_the_batch(
-    name: str, pooling: str, tmp_path: Path
-) -> None:
+def test_a_vector_does_not_depend_on_the_batch(name, pooling, tmp_path):
     ENCODERS[name](tmp_path)
     texts = [*TEXTS, "red " * 40]
     vectors = TextEncoder(str(tmp_path), pooling, 256, 8).encode(texts)
@@ -123,7 +121,7 @@ def test_a_vector_does_not_depend_on_the_batch(
     np.testing.assert_allclose(vectors, alone, atol=1e-5)
 
 
-def test_a_sentence_transformers_folder_decides_on_pooling(tmp_path: Path) -> None:
+def test_a_sentence_transformers_folder_decides_on_pooling(tmp_path):
     save_bert(tmp_path)
     write_modules(tmp_path, "", "1_Pooling")
     vectors = TextEncoder(str(tmp_path), "folder", 256, 8).encode(TEXTS)
@@ -153,7 +151,7 @@ def write_modules(folder: Path, *paths: str) -> None:
     )
 
 
-def test_a_saved_encoder_gives_the_same_vectors(tmp_path: Path) -> None:
+def test_a_saved_encoder_gives_the_same_vectors(tmp_path):
     save_bert(tmp_path / "bert")
     encoder = TextEncoder(str(tmp_path / "bert"), "cls", 8, 4)
     (tmp_path / "saved").mkdir()
@@ -194,9 +192,7 @@ def add_own_code(folder: Path) -> None:
         (lambda folder: None, "cannot load"),
     ],
 )
-def test_faulty_folders_are_refused_in_one_line(
-    save: Callable[[Path], None], fragment: str, tmp_path: Path
-) -> None:
+def test_faulty_folders_are_refused_in_one_line(save, fragment, tmp_path):
     save(tmp_path)
     with pytest.raises(UserError, match=fragment) as caught:
         check_encoder(str(tmp_path), "folder", 256, 8)
@@ -207,7 +203,7 @@ def test_faulty_folders_are_refused_in_one_line(
     importlib.util.find_spec(MINILM_PACKAGE) is None,
     reason="the extra 'encoder' is not installed",
 )
-def test_minilm_is_read_from_its_package() -> None:
+def test_minilm_is_read_from_its_package():
     lamp, light, tax = TextEncoder("minilm", "mean", 24, 8).encode(
         ["a red lamp", "a light for a table", "income tax"]
     )

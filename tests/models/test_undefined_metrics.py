@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ def like_nothing(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def repeats(tmp_path_factory: pytest.TempPathFactory) -> str:
+def repeats(tmp_path_factory) -> str:
     """Folder of the tables of users who repeat one item."""
     tables, _ = write_tables(tmp_path_factory.mktemp("repeats"), users=20)
     change_sequences(tables, repeat_one_item)
@@ -48,7 +46,7 @@ def build_small_training(
     return build_training(model, FitConfig(batch_size=4, **fit), inputs)
 
 
-def test_a_metric_that_is_not_defined_is_rejected(repeats: str, tmp_path: Path) -> None:
+def test_a_metric_that_is_not_defined_is_rejected(repeats, tmp_path):
     actions = write_actions(tmp_path / "actions")
     change_sequences(actions, like_nothing)
     entropy = "like/normalised_entropy"
@@ -62,11 +60,8 @@ def test_a_metric_that_is_not_defined_is_rejected(repeats: str, tmp_path: Path) 
 
 
 def test_an_undefined_metric_is_null_in_the_evaluation_and_absent_in_mlflow(
-    repeats: str,
-    new_store: Callable[[Path], str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    repeats, new_store, tmp_path, capsys
+):
     run = build_small_training(SASREC, Inputs(repeats))
     tracked_run = tracking.open_run(
         new_store(tmp_path),

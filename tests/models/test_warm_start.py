@@ -132,7 +132,7 @@ class Days:
 
 
 @pytest.fixture
-def days(tmp_path: Path) -> Days:
+def days(tmp_path) -> Days:
     return Days(tmp_path)
 
 
@@ -140,7 +140,7 @@ Grown = Callable[[str], tuple[str, Inputs]]
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
+def grown(tmp_path_factory) -> Grown:
     """Return a function that trains a model by name on days one to three, once, and
     returns its checkpoint and the inputs of all six days.
     """
@@ -169,9 +169,7 @@ def shift_viewers(viewer: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_of_old_items_do_not_change_with_new_items(
-    days: Days, name: str
-) -> None:
+def test_scores_of_old_items_do_not_change_with_new_items(days, name):
     uri = days.train_first(name)
     inputs = Inputs(str(days.folder / "tables"))
     before = LoadedModel.load(uri, inputs)
@@ -208,9 +206,7 @@ def get_learned_times(run: TrainingRun, sequences: list[dict[str, Any]]) -> list
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_continues_with_newer_examples_and_a_share_of_the_older(
-    grown: Grown, name: str
-) -> None:
+def test_training_continues_with_newer_examples_and_a_share_of_the_older(grown, name):
     uri, inputs = grown(name)
     until = checkpoint.read(uri).learned["until"]
     assert FIRST_DAY_MS + DAY_MS / 2 < until < FIRST_DAY_MS + 3 * DAY_MS / 2
@@ -230,8 +226,8 @@ def test_training_continues_with_newer_examples_and_a_share_of_the_older(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_starts_with_the_old_weights_and_unknown_new_items(
-    grown: Grown, tmp_path: Path, name: str
-) -> None:
+    grown, tmp_path, name
+):
     uri, inputs = grown(name)
 
     run = build_training(MODELS[name], make_fit_config(name), inputs, init=uri)
@@ -260,8 +256,8 @@ def test_training_starts_with_the_old_weights_and_unknown_new_items(
     ],
 )
 def test_a_checkpoint_that_cannot_be_continued_is_rejected(
-    grown: Grown, days: Days, model: dict[str, Any], options: Any, message: str
-) -> None:
+    grown, days, model, options, message
+):
     uri, _ = grown("sasrec")
     if model.get("name") == "popularity":
         changed = model
@@ -272,7 +268,7 @@ def test_a_checkpoint_that_cannot_be_continued_is_rejected(
         build_training(changed, make_fit_config("sasrec", **options), inputs, init=uri)
 
 
-def test_hash_buckets_get_the_vectors_of_their_values() -> None:
+def test_hash_buckets_get_the_vectors_of_their_values():
     weights = torch.arange(8.0).view(4, 2)
     buckets = extend_values(weights, 100, ["a", "b", "c"], None)
     assert {*map(tuple, buckets.tolist())} == {*map(tuple, weights.tolist())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 @pytest.mark.exhaustive
-def test_pages_are_those_of_the_kept_runs(tmp_path: Path) -> None:
+def test_pages_are_those_of_the_kept_runs(tmp_path):
     run(Config(output=str(tmp_path)))
 
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -28,9 +27,7 @@ def test_pages_are_those_of_the_kept_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_kept_runs_have_metrics_and_no_path_of_the_machine(
-    new_store: Callable[[Path], str], tmp_path: Path
-) -> None:
+def test_kept_runs_have_metrics_and_no_path_of_the_machine(new_store, tmp_path):
     uri = new_store(tmp_path)
     for seed in (42, 43):
         config = {

@@ -25,13 +25,11 @@ FULL = "[Node 192.0.2.7] OSError: [Errno 28] No space left on device"
         (torch.distributed.DistBackendError("NCCL error"), "NCCL error"),
     ],
 )
-def test_a_failure_of_the_machine_is_its_own_message(
-    error: Exception, fragment: str
-) -> None:
+def test_a_failure_of_the_machine_is_its_own_message(error, fragment):
     assert fragment in str(explain(error))
 
 
-def test_defects_are_not_explained() -> None:
+def test_defects_are_not_explained():
     def raise_defect_while_handling() -> None:
         try:
             os.stat("/nowhere")

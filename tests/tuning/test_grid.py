@@ -22,7 +22,7 @@ Load = Callable[..., Sweep]
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path) -> Load:
     """Return a function that loads a sweep over the axes, or over other keys."""
 
     def load(
@@ -41,7 +41,7 @@ def list_points(sweep: Sweep) -> list[dict[str, Any]]:
     return [trial.point for trial in sweep.trials.values()]
 
 
-def test_a_sample_has_no_point_twice_and_is_always_the_same(load: Load) -> None:
+def test_a_sample_has_no_point_twice_and_is_always_the_same(load):
     axes = {"fit.seed": list(range(10)), "fit.lr": [0.1, 0.2]}
     points = load(axes).grid.list_points()
 
@@ -52,7 +52,7 @@ def test_a_sample_has_no_point_twice_and_is_always_the_same(load: Load) -> None:
     assert list_points(load(axes, {"samples": 7}, samples=3)) == drawn
 
 
-def test_settings_override_each_other(load: Load, tmp_path: Path) -> None:
+def test_settings_override_each_other(load, tmp_path):
     """An axis overrides the command line, that `fixed`, and that the config file."""
     (tmp_path / "sasrec.yaml").write_text(
         "{model: {name: sasrec, dim: 16, num_layers: 1}, fit: {lr: 1.0, eval_options: {k: 5}}}"
@@ -75,7 +75,7 @@ def test_settings_override_each_other(load: Load, tmp_path: Path) -> None:
     assert trial.point == {"model.dim": 32}
 
 
-def test_trials_have_absolute_paths_and_points_the_given_ones(load: Load) -> None:
+def test_trials_have_absolute_paths_and_points_the_given_ones(load):
     student = {"model.name": "sid_mlp", "model.teacher": "runs/tiger"}
     (trial,) = load(
         {"sids": ["here/sids"]}, {"storage": "runs"}, fixed=student
@@ -86,14 +86,14 @@ def test_trials_have_absolute_paths_and_points_the_given_ones(load: Load) -> Non
     assert trial.point == {"sids": "here/sids"}
 
 
-def test_names_of_trials_depend_only_on_the_points(load: Load) -> None:
+def test_names_of_trials_depend_only_on_the_points(load):
     names = set(load({"fit.lr": [0.1, 0.2]}).trials)
 
     assert set(load({"fit.lr": [0.2, 0.1]}, {"model": {"dim": 8}}).trials) == names
     assert sum(name.startswith("lr-0.1-") for name in names) == 1
 
 
-def test_axes_in_together_vary_in_parallel(load: Load) -> None:
+def test_axes_in_together_vary_in_parallel(load):
     axes = {"fit.lr": [0.1, 0.2], "fit.seed": [5, 6], "model.dim": [8, 4]}
     sweep = load(axes, together=[["fit.lr", "fit.seed"]])
     values = [tuple(point.values()) for point in list_points(sweep)]
@@ -117,22 +117,14 @@ def test_axes_in_together_vary_in_parallel(load: Load) -> None:
         ("missing: checkpoint", {}, {}, {"job": "evaluate", "fixed": {}}),
     ],
 )
-def test_wrong_grids_are_refused(
-    message: str,
-    axes: dict[str, Any],
-    options: dict[str, Any],
-    keys: dict[str, Any],
-    load: Load,
-) -> None:
+def test_wrong_grids_are_refused(message, axes, options, keys, load):
     with pytest.raises(UserError, match=message):
         load(axes, options, **keys)
 
 
 @pytest.mark.parametrize("is_smoke", [False, True])
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_documented_grids_have_trials_and_valid_published_values(
-    path: Path, is_smoke: bool
-) -> None:
+def test_documented_grids_have_trials_and_valid_published_values(path, is_smoke):
     values = {
         key: [f"{key}-a", f"{key}-b"] for key in ("sids", "model.teacher", "checkpoint")
     }

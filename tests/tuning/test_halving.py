@@ -51,9 +51,7 @@ def start_halving(folder: Path, earlier: list[Report]) -> tuple[Halving, dict]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_a_continued_sweep_decides_as_an_undisturbed_one(
-    tmp_path_factory: Any, data: st.DataObject
-) -> None:
+def test_a_continued_sweep_decides_as_an_undisturbed_one(tmp_path_factory, data):
     epochs = dict.fromkeys(TRIALS, 0)
     reports: list[Report] = []
     for name in data.draw(st.permutations(TRIALS * 6)):

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,12 +99,7 @@ class HalvedSweep:
 
 
 @pytest.fixture(scope="module")
-def halved(
-    ray_local: None,
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> HalvedSweep:
+def halved(ray_local, small, new_store, tmp_path_factory) -> HalvedSweep:
     """Run a sweep over three learning rates under successive halving."""
     folder = tmp_path_factory.mktemp("sweep")
     new_store(folder / "store")
@@ -114,7 +108,7 @@ def halved(
     return halved
 
 
-def test_a_trial_trains_as_jobs_train_does(halved: HalvedSweep) -> None:
+def test_a_trial_trains_as_jobs_train_does(halved):
     config, output = halved.folder / "config.yaml", halved.folder / "runs/alone"
     config.write_text(json.dumps({"model": SASREC, "fit": {**FIT, "lr": 0.03}}))
     command = [sys.executable, "-m", "jobs.train", "--config", str(config)]
@@ -136,7 +130,7 @@ def test_a_trial_trains_as_jobs_train_does(halved: HalvedSweep) -> None:
     assert find_checkpoint(str(halved.sweep_folder)) == f"{halved.sweep_folder}/best"
 
 
-def test_a_finished_sweep_is_not_run_again(halved: HalvedSweep) -> None:
+def test_a_finished_sweep_is_not_run_again(halved):
     """Trials that were stopped early have the best checkpoint until then."""
     _, results = halved.run_halved()
 
@@ -147,7 +141,7 @@ def test_a_finished_sweep_is_not_run_again(halved: HalvedSweep) -> None:
         assert (saved.epoch, saved.metrics["ndcg@10"]) == (epochs, trial["value"])
 
 
-def test_mlflow_has_the_sweep_and_its_trials(halved: HalvedSweep) -> None:
+def test_mlflow_has_the_sweep_and_its_trials(halved):
     run, results = halved.run_halved()
     client = tracking.connect(run.uri)
     sweep = client.get_run(run.run_id)
@@ -181,7 +175,7 @@ def test_mlflow_has_the_sweep_and_its_trials(halved: HalvedSweep) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
+def test_a_checkpoint_is_evaluated_at_every_point(halved):
     path = str(halved.sweep_folder)
     axes = {"checkpoint": [path], "evaluate.batch_size": [8, 32]}
     keys = {**EVALUATIONS, "name": "measured", "metric": "test/ndcg@10"}
@@ -202,9 +196,7 @@ def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_failed_trial_leaves_the_others_alone_and_is_repeated_alone(
-    halved: HalvedSweep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_trial_leaves_the_others_alone_and_is_repeated_alone(halved, capsys):
     axes = {"fit.lr": [1e30, 0.01]}  # the loss becomes infinite
     for num_done in (0, 1):
         run, results = halved.run(axes, "failing")
@@ -221,9 +213,7 @@ def test_a_failed_trial_leaves_the_others_alone_and_is_repeated_alone(
 
 
 @pytest.mark.exhaustive
-def test_a_trial_whose_process_is_lost_continues_within_the_call(
-    halved: HalvedSweep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_whose_process_is_lost_continues_within_the_call(halved, capsys):
     def kill_trial() -> None:
         while not list(halved.folder.glob("runs/lost/*/step-*")):
             time.sleep(0.01)
@@ -242,9 +232,7 @@ def test_a_trial_whose_process_is_lost_continues_within_the_call(
 
 
 @pytest.mark.exhaustive
-def test_a_trial_has_several_workers(
-    halved: HalvedSweep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_has_several_workers(halved, capsys):
     workers = {"num_workers": 2, "cpus_per_worker": 0.5}
 
     run, results = halved.run({"fit.lr": [0.03]}, "workers", ray=workers)
@@ -254,7 +242,7 @@ def test_a_trial_has_several_workers(
     assert "epoch   4" in capsys.readouterr().out  # as the workers report to Tune
 
 
-def test_impossible_trials_are_refused_before_any_starts(halved: HalvedSweep) -> None:
+def test_impossible_trials_are_refused_before_any_starts(halved):
     measured = {**EVALUATIONS, "metric": "test/recall@7"}
     workers = {"num_workers": 2, "cpus_per_worker": 0.5}
     refused: list[tuple[str, dict[str, list[Any]], dict[str, Any]]] = [
@@ -268,7 +256,7 @@ def test_impossible_trials_are_refused_before_any_starts(halved: HalvedSweep) ->
     assert not (halved.folder / "runs/refused").exists()
 
 
-def test_the_best_settings_have_the_best_mean_over_shared_seeds() -> None:
+def test_the_best_settings_have_the_best_mean_over_shared_seeds():
     lucky = [("a", "0.5", 1, 0.9), ("b", "0.5", 2, 0.1)]
     steady = [("c", "0.7", 1, 0.6), ("d", "0.7", 2, 0.7)]
     better_on_seed_2 = [("e", "1.0", 1, None), ("f", "1.0", 2, 0.95)]

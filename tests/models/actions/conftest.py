@@ -32,7 +32,7 @@ def catalogue() -> ActionsCatalogue:
 
 
 @pytest.fixture
-def batch(catalogue: ActionsCatalogue) -> ActionsBatch:
+def batch(catalogue) -> ActionsBatch:
     """A batch of 4 users with contexts of 7, 3, 1 and 0 events, and 3, 3, 1 and 2
     candidates; one candidate of user 0 is between context events.
     """

@@ -29,7 +29,7 @@ STRENGTH = 20.0
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tables(tmp_path_factory) -> str:
     return write_actions(tmp_path_factory.mktemp("feed"))
 
 
@@ -47,9 +47,7 @@ def compute_base_rates(tasks_by_item: dict[int, list[list[bool]]]) -> np.ndarray
 
 
 @pytest.mark.parametrize("max_history", [4, 1024])
-def test_rates_of_an_item_are_those_of_its_training_events(
-    tables: str, max_history: int
-) -> None:
+def test_rates_of_an_item_are_those_of_its_training_events(tables, max_history):
     """With 4 events per row, rows overlap, and no event is counted twice."""
     run = build_training(
         {"name": "item_rate", "max_history": max_history},
@@ -72,9 +70,7 @@ def test_rates_of_an_item_are_those_of_its_training_events(
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_rates_of_a_user_are_those_of_the_earlier_events(
-    tables: str, split: str
-) -> None:
+def test_rates_of_a_user_are_those_of_the_earlier_events(tables, split):
     run = build_training({"name": "user_rate"}, FitConfig(batch_size=8), Inputs(tables))
     model: Any = run.model
     base_rates = compute_base_rates(read_training_tasks(tables))
@@ -101,9 +97,7 @@ def test_rates_of_a_user_are_those_of_the_earlier_events(
     np.testing.assert_allclose(model.score(batch).sigmoid(), expected, rtol=1e-9)
 
 
-def test_base_rates_are_those_of_training_and_have_no_information_gain(
-    tables: str,
-) -> None:
+def test_base_rates_are_those_of_training_and_have_no_information_gain(tables):
     run = build_training({"name": "base_rate"}, FitConfig(batch_size=8), Inputs(tables))
     run.fit_in_one_pass()
     model: Any = run.model
@@ -117,7 +111,7 @@ def test_base_rates_are_those_of_training_and_have_no_information_gain(
     assert metrics["mean/rig"] <= 0
 
 
-def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) -> None:
+def test_new_items_have_the_base_rates(catalogue, batch):
     model = ItemRate(SmoothedRateConfig(), catalogue)
     model.fit_in_one_pass([batch])
     base = BaseRate(BaseRateConfig(), catalogue)

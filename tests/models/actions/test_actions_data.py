@@ -201,7 +201,7 @@ ITEMS = pa.table(
 )
 
 
-def test_numbers_are_standardised_and_categories_encoded() -> None:
+def test_numbers_are_standardised_and_categories_encoded():
     numbers, categories = Attributes.from_items(ITEMS).read(ITEMS)
     price = np.array([1.0, 4.0, 7.0])
     scaled = (price - price.mean()) / price.std()
@@ -216,7 +216,7 @@ def test_numbers_are_standardised_and_categories_encoded() -> None:
     assert (numbers.dtype, categories.dtype) == (torch.float32, torch.int64)
 
 
-def test_unknown_categories_of_new_items_are_encoded_as_zero() -> None:
+def test_unknown_categories_of_new_items_are_encoded_as_zero():
     unknown = ITEMS.slice(0, 1).set_column(4, "cat_author", [["nobody"]])
     _, categories = Attributes.from_items(ITEMS).read(unknown)
     assert categories.tolist() == [[0, 2, 0, 0]]

@@ -53,9 +53,7 @@ def compute_inputs(catalogue: ActionsCatalogue, batch: ActionsBatch) -> np.ndarr
     return np.array(inputs)
 
 
-def test_inputs_count_the_strictly_earlier_events(
-    catalogue: ActionsCatalogue, batch: ActionsBatch
-) -> None:
+def test_inputs_count_the_strictly_earlier_events(catalogue, batch):
     model = BoostedActions(BoostedActionsConfig(), catalogue)
     tied_time = torch.full_like(batch.candidate_time, 30)
     for inputs in (batch, replace(batch, candidate_time=tied_time)):
@@ -64,8 +62,8 @@ def test_inputs_count_the_strictly_earlier_events(
 
 
 def test_inputs_of_a_new_item_are_its_attributes_and_no_events_of_the_item(
-    catalogue: ActionsCatalogue, batch: ActionsBatch
-) -> None:
+    catalogue, batch
+):
     model = BoostedActions(BoostedActionsConfig(), catalogue)
     item = batch.candidate_item[0, 0]
     new_item = batch.candidate_item.clone()
@@ -90,9 +88,7 @@ def test_inputs_of_a_new_item_are_its_attributes_and_no_events_of_the_item(
     torch.testing.assert_close(new_columns, columns)
 
 
-def test_a_task_of_one_class_is_predicted_by_its_rate(
-    catalogue: ActionsCatalogue, batch: ActionsBatch
-) -> None:
+def test_a_task_of_one_class_is_predicted_by_its_rate(catalogue, batch):
     model = BoostedActions(BoostedActionsConfig(**SMALL), catalogue)
     batch = replace(batch, candidate_label=torch.zeros_like(batch.candidate_label))
 

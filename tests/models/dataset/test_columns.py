@@ -17,14 +17,14 @@ PARTS = ([1, 2], [300], [], [0.5, 4.0])
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """The folder of an empty cache."""
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "columns"
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> str:
+def table(tmp_path) -> str:
     """URI of a table of `PARTS`."""
     schema = pa.schema([pa.field("value", pa.float32(), nullable=False)])
     uri = str(tmp_path / "table")

@@ -40,7 +40,7 @@ UNITS: dict[str, tuple[Kind, dict[str, str], int]] = {
 
 
 @pytest.fixture(scope="module")
-def sequences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def sequences(tmp_path_factory) -> dict[str, str]:
     """URIs of `sequences` tables of five parts, by kind."""
     folder = tmp_path_factory.mktemp("sequences")
     retrieval, _ = write_tables(folder / "retrieval", users=48, parts=5)

@@ -37,9 +37,7 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "length", [1, 2, 127, 128, 129, 300, MAX_TILED_LENGTH, MAX_TILED_LENGTH + 1]
 )
-def test_outputs_and_gradients_equal_masked_attention(
-    length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_gradients_equal_masked_attention(length, monkeypatch):
     torch.manual_seed(length)
     shape = (2, 3, length, 8)
     # inputs are not contiguous
@@ -98,8 +96,8 @@ def attend_within_bounds(
     "kind", ["strict", "own", "pairs", "candidates", "strict candidates"]
 )
 def test_bounded_outputs_and_gradients_equal_a_loop_over_queries(
-    kind: str, small_tiles: bool, monkeypatch
-) -> None:
+    kind, small_tiles, monkeypatch
+):
     torch.manual_seed(0)
     if small_tiles:
         monkeypatch.setattr(module, "TILE_QUERIES", 4)

@@ -81,9 +81,7 @@ def draw_inputs(
     seed=st.integers(0, 99),
     has_memory=st.booleans(),
 )
-def test_chunks_and_steps_equal_a_loop(
-    delta: bool, shared: bool, length: int, chunk: int, seed: int, has_memory: bool
-) -> None:
+def test_chunks_and_steps_equal_a_loop(delta, shared, length, chunk, seed, has_memory):
     q, k, v, log_decay, beta, memory = draw_inputs(length, delta, shared, seed)
     initial = memory if has_memory else None
     expected, expected_memory = run_loop(q, k, v, log_decay, beta, initial)
@@ -131,7 +129,7 @@ def convolve_two(weight: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def test_gated_deltanet_follows_its_equations() -> None:
+def test_gated_deltanet_follows_its_equations():
     """Compute the second of two positions head by head from the weights."""
     mixer, x = build_mixer("gdn"), torch.randn(2, 6, dtype=torch.double)
 
@@ -164,7 +162,7 @@ def test_gated_deltanet_follows_its_equations() -> None:
 
 
 @torch.no_grad()
-def test_mamba2_follows_its_equations() -> None:
+def test_mamba2_follows_its_equations():
     """Compute the second of two positions head by head from the weights.
 
     The input projection gives 12 channels of x, 5 of B, 5 of C and 3 step sizes.

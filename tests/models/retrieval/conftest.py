@@ -67,7 +67,7 @@ def build_sequence(user: str, behaviours: list[tuple[int, int]]) -> dict[str, An
 
 
 @pytest.fixture
-def write_tables(tmp_path: Path) -> WriteTables:
+def write_tables(tmp_path) -> WriteTables:
     """A function that writes `items` and `sequences` of a log, a few users per part."""
 
     def write(
@@ -150,7 +150,7 @@ class Distillation:
 
 
 @pytest.fixture(scope="session")
-def distillation(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
+def distillation(tmp_path_factory) -> Distillation:
     """Tables of 30 users with a teacher and a stage 1 of SID-MLP++."""
     folder = tmp_path_factory.mktemp("distillation")
     tables, sids = training_tables.write_tables(folder, users=30)

@@ -76,7 +76,7 @@ def build_decoder() -> tuple[Retriever, T5Decoder]:
     return tiger, T5Decoder(tiger.backbone).eval()
 
 
-def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix() -> None:
+def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix():
     tiger, decoder = build_decoder()
     history = tiger.encode(make_requests(5))
     rows = torch.tensor([3, 0, 4, 1])
@@ -98,7 +98,7 @@ def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix() -> None:
                 )
 
 
-def test_a_draft_with_the_teachers_weights_needs_one_pass() -> None:
+def test_a_draft_with_the_teachers_weights_needs_one_pass():
     model = build_student(**TEACHER_SIZES, draft_beam=1000)
     model.decoder.load_state_dict(build_teacher(1).decoder.state_dict())
     batch = make_requests(9)
@@ -114,7 +114,7 @@ def test_a_draft_with_the_teachers_weights_needs_one_pass() -> None:
     assert undrafted.passes.tolist() == [4] * 9
 
 
-def test_relaxed_search_samples_items_and_gives_the_teachers_scores() -> None:
+def test_relaxed_search_samples_items_and_gives_the_teachers_scores():
     model, batch = build_student("atspeed_r"), make_requests(8)
     all_items, all_scores = build_teacher(1).recommend(batch, 30, beam=1000)
 
@@ -159,7 +159,7 @@ def compute_strict_loss(q: list[float], p: list[float]) -> float:
 
 
 @pytest.mark.parametrize("codes", [5, 40])
-def test_the_losses_equal_their_equations(codes: int) -> None:
+def test_the_losses_equal_their_equations(codes):
     torch.manual_seed(0)
     draft, target = torch.randn(3, codes) * 2, torch.randn(3, codes) * 2
     expected_strict, expected_relaxed = 0.0, 0.0
@@ -178,7 +178,7 @@ def test_the_losses_equal_their_equations(codes: int) -> None:
     assert relaxed_loss(draft, draft + 3).item() == pytest.approx(0, abs=1e-6)
 
 
-def test_acceptance_and_passes_are_means_over_requests() -> None:
+def test_acceptance_and_passes_are_means_over_requests():
     model, batch = build_student(), make_requests(6)
     result = SpeculativeResult(*model.speculate(batch, 20))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def build(**options: Any) -> Any:
     return build_model(options, build_catalogue()).eval()
 
 
-def test_scores_are_weighted_sums_of_scores() -> None:
+def test_scores_are_weighted_sums_of_scores():
     """A baseline's scores below 0 count as 0."""
     models = [SID_SASREC, {"name": "popularity"}]
     model, batch = build(weight=3, depth=9, models=models), make_requests(5)
@@ -57,7 +56,7 @@ def test_scores_are_weighted_sums_of_scores() -> None:
         assert scores[row, : len(found)].tolist() == pytest.approx(expected)
 
 
-def test_two_checkpoints_become_one_and_others_are_refused(tmp_path: Path) -> None:
+def test_two_checkpoints_become_one_and_others_are_refused(tmp_path):
     inputs = Inputs(*write_tables(tmp_path / "tables", users=12))
     saved = {}
     models = {"first": SASREC, "second": SID_SASREC, "sids": SID_SASREC}

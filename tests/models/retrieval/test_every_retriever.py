@@ -202,7 +202,7 @@ def gather_codes(log_probs: Tensor, codes: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
+def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case):
     """Compare with the sum of the log-probabilities of the item's codes."""
     model, batch, codes = build_case(case), make_requests(3), build_catalogue().sids
     for options in score_options(case):
@@ -224,9 +224,7 @@ def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_kernels_and_the_fast_path_change_no_ranking(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_kernels_and_the_fast_path_change_no_ranking(case, monkeypatch):
     model, batch = build_case(case), make_requests(3)
     for options in score_options(case):
         options = {**options, **beam_options(case, 1000)}
@@ -255,7 +253,7 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_recommendations_depend_on_the_latest_history_alone(case: str) -> None:
+def test_recommendations_depend_on_the_latest_history_alone(case):
     """Other requests, padding, targets and older behaviours change nothing."""
     model, options = build_case(case), beam_options(case, 8)
     batch = make_requests_with_lengths([LONGEST + 3, 2, LONGEST, LONGEST + 1, 1, 0])
@@ -299,7 +297,7 @@ def filter_ranking(
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_allowed_and_unseen_items_are_ranked_as_among_all(case: str) -> None:
+def test_allowed_and_unseen_items_are_ranked_as_among_all(case):
     """A search as wide as the catalogue drops the other items and changes no score.
 
     Histories are shorter and longer than a model reads.
@@ -325,7 +323,7 @@ def test_allowed_and_unseen_items_are_ranked_as_among_all(case: str) -> None:
 
 @pytest.mark.parametrize("spoils_all", [True, False])
 @pytest.mark.parametrize("case", ALL)
-def test_scores_that_are_not_finite_are_rejected(case: str, spoils_all: bool) -> None:
+def test_scores_that_are_not_finite_are_rejected(case, spoils_all):
     """All weights are NaN, or the last one, of a head that the first layers do not read."""
     model, batch = copy.deepcopy(build_case(case)), make_requests(2)
     options = beam_options(case, 1000)
@@ -377,7 +375,7 @@ def train(model: Any, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_losses_gradients_and_scores_are_those_of_the_golden_file(case: str) -> None:
+def test_losses_gradients_and_scores_are_those_of_the_golden_file(case):
     model = copy.deepcopy(build_case(case))
     _, scores = model.recommend(make_requests(6), 8, **beam_options(case, 12))
     values = [scores.double().mean().item(), scores.double().std().item()]
@@ -391,7 +389,7 @@ def test_losses_gradients_and_scores_are_those_of_the_golden_file(case: str) -> 
 
 
 @pytest.mark.parametrize("case", [*SASREC, *CASES])
-def test_training_changes_every_trained_weight_and_can_be_repeated(case: str) -> None:
+def test_training_changes_every_trained_weight_and_can_be_repeated(case):
     model = copy.deepcopy(build_case(case)).train()
     again = copy.deepcopy(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -418,7 +416,7 @@ def test_training_changes_every_trained_weight_and_can_be_repeated(case: str) ->
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_a_checkpoint_restores_the_model(case: str, tmp_path: Path) -> None:
+def test_a_checkpoint_restores_the_model(case, tmp_path):
     model, options = build_case(case), beam_options(case, 12)
     items, scores = model.recommend(make_requests(6), 8, **options)
     about = checkpoint.Checkpoint(model=model.config_to_dict(model.config))

@@ -64,7 +64,7 @@ def compute_layer(
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @torch.no_grad()
-def test_layers_after_the_register_layer_read_the_registers_alone(layer: int) -> None:
+def test_layers_after_the_register_layer_read_the_registers_alone(layer):
     model, batch = build_taught("earn", register_layer=layer), make_requests(4)
     backbone = model.backbone
     first_attention = backbone.encoder.blocks[0].attention
@@ -89,7 +89,7 @@ def test_layers_after_the_register_layer_read_the_registers_alone(layer: int) ->
 
 
 @torch.no_grad()
-def test_states_of_nezha_are_those_of_the_end_token_and_the_placeholders() -> None:
+def test_states_of_nezha_are_those_of_the_end_token_and_the_placeholders():
     """Compare with T5's encoder over one request without padding.
 
     The end token is the root, and the placeholders follow it.
@@ -123,7 +123,7 @@ def step_gru(cell: torch.nn.GRUCell, x: Tensor, state: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_codes_of_nezha_are_read_from_a_root_that_a_gru_updates() -> None:
+def test_codes_of_nezha_are_read_from_a_root_that_a_gru_updates():
     model, batch = build_taught("nezha"), make_requests(6)
     codes = build_catalogue().sids[batch.target]
     history = model.encode(batch)

@@ -72,9 +72,7 @@ def compute_library_loss(model: LcRec, prompt: list[int], item: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_equal_the_librarys_with_the_prompt_ignored(
-    kind: str,
-) -> None:
+def test_loss_and_gradients_equal_the_librarys_with_the_prompt_ignored(kind):
     model, batch = build_kind(kind), make_requests(5)
     parameters = list(model.parameters())
     losses = []
@@ -93,7 +91,7 @@ def test_loss_and_gradients_equal_the_librarys_with_the_prompt_ignored(
 
 
 @pytest.fixture(scope="module")
-def titled_tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def titled_tables(tmp_path_factory) -> tuple[str, str]:
     """Tables and semantic IDs of items with titles."""
     return training_tables.write_tables(tmp_path_factory.mktemp("lc_rec"), titles=True)
 
@@ -115,16 +113,14 @@ def read_row(tokens: Tensor, is_real: Tensor, row: int, words: Words) -> str:
 
 
 @pytest.fixture(scope="module")
-def titled_setup(titled_tables: tuple[str, str]) -> TrainingRun:
+def titled_setup(titled_tables) -> TrainingRun:
     """A training on items with titles, of which a model reads 3 words."""
     model = {**CASES["lc_rec"], "title_tokens": 3, "task_share": 0.5}
     return build_training(model, FitConfig(batch_size=8), Inputs(*titled_tables))
 
 
 @pytest.mark.parametrize("task", ["next_title", "title_to_item", "item_to_title"])
-def test_each_task_is_an_instruction_and_its_response(
-    task: str, titled_setup: TrainingRun
-) -> None:
+def test_each_task_is_an_instruction_and_its_response(task, titled_setup):
     """Decode the tokens of instructions and responses to text."""
     model: Any = titled_setup.model
     titles = read_titles(titled_setup.catalogue, "title")
@@ -184,8 +180,8 @@ def save_pretrained(folder: Path) -> Any:
 
 
 def test_a_pretrained_model_gives_weights_and_words_and_codes_start_at_their_mean(
-    titled_tables: tuple[str, str], tmp_path: Path
-) -> None:
+    titled_tables, tmp_path
+):
     pretrained = save_pretrained(tmp_path / "lm")
     setup = build_training(
         {"name": "lc_rec", "lm": str(tmp_path / "lm")},
@@ -206,7 +202,7 @@ def test_a_pretrained_model_gives_weights_and_words_and_codes_start_at_their_mea
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_low_rank_training_changes_the_products_and_the_codes_alone() -> None:
+def test_low_rank_training_changes_the_products_and_the_codes_alone():
     model, batch = build_lc_rec(lora_rank=2, lora_dropout=0.0), make_requests(6)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     trained = {name for name, value in model.named_parameters() if value.requires_grad}

@@ -57,9 +57,7 @@ def record_outputs(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("layer", "read"), [(0, 0), (1, 0), (2, 1), (3, 2)])
-def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
-    layer: int, read: int
-) -> None:
+def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(layer, read):
     """Hooks record the projections of the layer, one row at a time.
 
     Layer 0 stands for a quarter of the 3 layers, the first.
@@ -94,9 +92,7 @@ def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_each_readout_layer_attends_with_the_output_of_the_one_before(
-    layers: int,
-) -> None:
+def test_each_readout_layer_attends_with_the_output_of_the_one_before(layers):
     model, batch = build_student(readout_layers=layers, **HEADS), make_requests(4)
     history = model.encode(batch)
     columns, is_code = model.backbone.locate_history(history)
@@ -126,9 +122,7 @@ def test_each_readout_layer_attends_with_the_output_of_the_one_before(
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(
-    kind: str,
-) -> None:
+def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(kind):
     """Compare with the library's pass over one row without padding."""
     teacher = build_kind(kind)
     model, batch = build_student("lc_rec_nezha", teacher), make_requests(5)

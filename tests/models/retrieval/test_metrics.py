@@ -163,9 +163,7 @@ def test_exposure_equals_a_count_of_shown_items_and_pairs():
     )
 
 
-def test_a_request_without_a_value_is_left_out_of_the_mean(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_request_without_a_value_is_left_out_of_the_mean(monkeypatch):
     ranked = draw_rankings(30, seed=4)
     target = torch.arange(30)
     repeats = torch.zeros(30, dtype=torch.bool)

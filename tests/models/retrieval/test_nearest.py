@@ -14,9 +14,7 @@ from tests.fixtures.trainings import CASES
 
 
 @pytest.mark.parametrize("name", ["sasrec", "tiger"])
-def test_nearest_items_have_the_highest_cosines_of_item_vectors(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nearest_items_have_the_highest_cosines_of_item_vectors(name, monkeypatch):
     monkeypatch.setattr("models.retrieval.model.ITEMS_PER_BLOCK", 7)
     torch.manual_seed(0)
     model: Any = build_model(CASES[name], build_catalogue())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import chain
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,9 +13,7 @@ from tests.fixtures.small_retrieval import build_taught, make_requests
 from tests.fixtures.trainings import CASES
 
 
-def test_requests_with_large_beam_states_are_searched_in_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_with_large_beam_states_are_searched_in_parts(monkeypatch):
     model = build_taught(spread=1.0, **CASES["gdn"])
     batch = make_requests(7)
     expected_items, expected_scores = model.recommend(batch, 5, beam=4)

@@ -48,7 +48,7 @@ def log_softmax(values: list[float]) -> list[float]:
     ("alpha", "tau"), [(0.7, 1.0), (0.3, 2.5), (1.0, 0.5), (0.0, 1.0)]
 )
 @pytest.mark.parametrize("logits", ["codebook", "vocabulary"])
-def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
+def test_the_loss_is_equation_3(alpha, tau, logits):
     model, batch = (
         build_student(alpha=alpha, tau=tau, logits=logits),
         make_requests(5),
@@ -84,7 +84,7 @@ def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
     assert loss == pytest.approx(total / 5, rel=1e-4)
 
 
-def test_the_context_is_equation_1() -> None:
+def test_the_context_is_equation_1():
     model, batch = build_student(), make_requests(6)
     history = model.encode(batch)
     readout: Any = model.decoder.readout
@@ -107,7 +107,7 @@ def test_the_context_is_equation_1() -> None:
         torch.testing.assert_close(context[row], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_heads_are_equation_2() -> None:
+def test_the_heads_are_equation_2():
     """The head of a level reads the context and the embeddings of the codes before."""
     model, batch = build_student(), make_requests(6)
     history = model.encode(batch)

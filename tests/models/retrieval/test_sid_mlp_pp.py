@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from models.training import checkpoint
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.small_retrieval import make_requests_with_lengths
-from tests.models.retrieval.conftest import Distillation
 
 ITEMS = 24
 TIGER = {
@@ -174,8 +172,8 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
 
 
 def test_stage_2_has_the_frozen_encoder_of_stage_1_and_needs_it_no_more(
-    distillation: Distillation, tmp_path: Path
-) -> None:
+    distillation, tmp_path
+):
     shutil.copytree(distillation.stage_1, tmp_path / "encoder")
     options = {"name": "sid_mlp_pp", "teacher": ""}
     run = distillation.build(**options, encoder=str(tmp_path / "encoder"))

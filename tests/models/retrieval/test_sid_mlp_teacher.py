@@ -14,12 +14,10 @@ from models.loaded_model import load_model
 from models.training import checkpoint
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import SASREC, build_training
-from tests.models.retrieval.conftest import FIT, HEADS, Distillation
+from tests.models.retrieval.conftest import FIT, HEADS
 
 
-def test_recommending_needs_no_teacher_and_training_does(
-    distillation: Distillation, tmp_path: Path
-) -> None:
+def test_recommending_needs_no_teacher_and_training_does(distillation, tmp_path):
     teacher = tmp_path / "tiger"
     shutil.copytree(distillation.teacher, teacher)
     setup = distillation.build(teacher=str(teacher))
@@ -41,9 +39,7 @@ def test_recommending_needs_no_teacher_and_training_does(
         distillation.build(**about.model)
 
 
-def test_a_teacher_that_does_not_fit_is_rejected(
-    distillation: Distillation, tmp_path: Path
-) -> None:
+def test_a_teacher_that_does_not_fit_is_rejected(distillation, tmp_path):
     inputs, teacher = distillation.inputs, distillation.teacher
     sasrec = build_training(SASREC, FIT, Inputs(inputs.tables))
     checkpoint.save(tmp_path / "sasrec", sasrec.model, sasrec.checkpoint(epoch=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,7 +88,7 @@ def search(path: dict[Prefix, float], items: list[Prefix], beam: int) -> list[Pr
 
 @pytest.mark.parametrize("rerank", [True, False])
 @pytest.mark.parametrize("name", CATALOGUES)
-def test_searches_are_those_of_loops_over_paths(name: str, rerank: bool) -> None:
+def test_searches_are_those_of_loops_over_paths(name, rerank):
     """Narrow and wide beams, over all items and within every second item."""
     catalogue = CATALOGUES[name]
     count, codes = catalogue.num_items, list_codes(catalogue)
@@ -118,9 +117,7 @@ def test_searches_are_those_of_loops_over_paths(name: str, rerank: bool) -> None
 
 @pytest.mark.parametrize("joint", [True, False])
 @pytest.mark.parametrize("name", CATALOGUES)
-def test_the_loss_is_the_mean_over_targets_of_loops_over_paths(
-    name: str, joint: bool
-) -> None:
+def test_the_loss_is_the_mean_over_targets_of_loops_over_paths(name, joint):
     catalogue = CATALOGUES[name]
     codes = list_codes(catalogue)
     model, batch = build(catalogue, joint=joint), make_requests(5, catalogue.num_items)
@@ -140,7 +137,7 @@ def test_the_loss_is_the_mean_over_targets_of_loops_over_paths(
     assert loss == pytest.approx(expected / 5, rel=1e-4)
 
 
-def test_sasrec_sums_vectors_where_there_are_semantic_ids() -> None:
+def test_sasrec_sums_vectors_where_there_are_semantic_ids():
     for catalogue, expected in (
         (CATALOGUES["one level"], "ids_and_sids"),
         (Catalogue(9), "ids"),
@@ -149,7 +146,7 @@ def test_sasrec_sums_vectors_where_there_are_semantic_ids() -> None:
         assert config.item_vectors == expected
 
 
-def test_a_new_item_starts_as_the_sum_of_its_nodes(tmp_path: Path) -> None:
+def test_a_new_item_starts_as_the_sum_of_its_nodes(tmp_path):
     """Old nodes keep their vectors by their codes, though new codes move their rows."""
     codes = build_catalogue().sids
     assert codes is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,7 @@ for user, items in enumerate(BEHAVIOURS):
 HISTORIES = [[3, 1, 3, 2, 1, 7], [4], [11], [0, 0, 0, 9, 9, 5], [8, 6, 10, 2]]
 
 
-def test_own_items_ranks_by_frequency_then_recency_then_popularity() -> None:
+def test_own_items_ranks_by_frequency_then_recency_then_popularity():
     popularity = Counter(itertools.chain.from_iterable(BEHAVIOURS))
 
     items, scores = fit_model(name="own_items").recommend(to_requests(HISTORIES), ITEMS)
@@ -144,12 +143,8 @@ def dense_similarities(weights: str, shrinkage: float) -> NDArray[np.float64]:
     ("neighbours", "shrinkage", "decay"), [(3, 0.0, 1.0), (50, 2.5, 0.7)]
 )
 def test_item_knn_equals_a_dense_reference(
-    weights: str,
-    neighbours: int,
-    shrinkage: float,
-    decay: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    weights, neighbours, shrinkage, decay, monkeypatch
+):
     monkeypatch.setattr(item_knn, "PRODUCTS_PER_BLOCK", 30)  # several blocks
     similarities = dense_similarities(weights, shrinkage)
     nearest = np.zeros_like(similarities)
@@ -215,9 +210,7 @@ def score_by_rules(history: list[int], options: dict[str, Any]) -> NDArray[np.fl
 
 @pytest.mark.parametrize("neighbours", [3, 50])
 @pytest.mark.parametrize("both_directions", [False, True])
-def test_sequential_rules_equal_the_equations(
-    neighbours: int, both_directions: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequential_rules_equal_the_equations(neighbours, both_directions, monkeypatch):
     monkeypatch.setattr(sequential_rules, "PAIRS_PER_BLOCK", 30)  # several blocks
     values = {
         "distance_power": 0.5,
@@ -241,7 +234,7 @@ def test_sequential_rules_equal_the_equations(
         np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
 
 
-def test_sequential_rules_choose_the_options_with_the_best_validation_ndcg() -> None:
+def test_sequential_rules_choose_the_options_with_the_best_validation_ndcg():
     batch = to_request_batch()
     halves = batch.select("B", slice(0, 60)), batch.select("B", slice(60, None))
     lists = {"decay": [0.2, 0.9], "both_directions": [False, True]}
@@ -281,7 +274,7 @@ def dense_ease(counts: NDArray[np.float64], l2: float) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize(("l2", "decay"), [(0.5, 1.0), (500.0, 1.0), (2.0, 0.7)])
-def test_ease_equals_a_dense_reference(l2: float, decay: float) -> None:
+def test_ease_equals_a_dense_reference(l2, decay):
     weights = dense_ease(COUNTS, l2)
 
     model = fit_model(name="ease", l2=l2, history_decay=decay)
@@ -296,7 +289,7 @@ def test_ease_equals_a_dense_reference(l2: float, decay: float) -> None:
             np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-6)
 
 
-def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it() -> None:
+def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it():
     frequent = np.sort(np.argsort(-COUNTS.sum(0), kind="stable")[:6])
     outside = [i for i in range(ITEMS) if i not in frequent]
     popular = sorted(outside, key=lambda i: (-COUNTS[:, i].sum(), i))
@@ -314,9 +307,7 @@ def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it() ->
 
 
 @pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])
-def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(name, tmp_path):
     before = fit_model(name=name)
     about = Checkpoint(model=before.config_to_dict(before.config))
     checkpoint.save(tmp_path / "run", before, about)

@@ -5,7 +5,6 @@ boosting stops on validation, and checkpoints hold no pickle.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightgbm
@@ -135,7 +134,7 @@ def compute_inputs(batch: SearchBatch) -> np.ndarray:
     return np.array(inputs)
 
 
-def test_columns_of_sessions_are_counts_and_recency_of_the_candidate() -> None:
+def test_columns_of_sessions_are_counts_and_recency_of_the_candidate():
     rng = np.random.default_rng(0)
     searches = draw_searches(0, 40)
     shape = searches.history.shape
@@ -230,7 +229,7 @@ def train_lightgbm(
 
 
 @pytest.mark.parametrize("objective", ["binary", "lambdarank"])
-def test_scores_are_those_of_the_lightgbm_with_the_higher_gauc(objective: str) -> None:
+def test_scores_are_those_of_the_lightgbm_with_the_higher_gauc(objective):
     """Searches without a click mislead only trees that predict clicks."""
     count = {"binary": 60, "lambdarank": 150}[objective]
     train, val = draw_searches(0, count), draw_searches(1, count, cities=8)
@@ -262,8 +261,8 @@ def test_scores_are_those_of_the_lightgbm_with_the_higher_gauc(objective: str) -
 
 
 def test_lambdarank_learns_from_short_parts_of_lists_with_a_positive(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch, capsys
+):
     monkeypatch.setattr("models.search.baselines.boosted.MAX_LIST", 2)
     grade, sizes = np.array([0, 2, 1, 0, 0, 1]), np.array([3, 2, 1])
 
@@ -274,9 +273,7 @@ def test_lambdarank_learns_from_short_parts_of_lists_with_a_positive(
     assert "first 2 results" in capsys.readouterr().out
 
 
-def test_trees_score_tables_with_a_new_category_value_as_before(
-    tmp_path: Path,
-) -> None:
+def test_trees_score_tables_with_a_new_category_value_as_before(tmp_path):
     batch = draw_searches(1)
     model = train_trees([draw_searches(0)], [batch])
     checkpoint.save(tmp_path / "best", model, checkpoint.Checkpoint({"name": "x"}))

@@ -4,8 +4,6 @@ number is chosen on training searches, and the shown order is never served.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -46,9 +44,7 @@ def build_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
         (lambda: ItemCtr(BaselineConfig(), build_catalogue()), 1),
     ],
 )
-def test_a_click_rate_is_the_column_of_the_longest_window(
-    model: Any, column: int
-) -> None:
+def test_a_click_rate_is_the_column_of_the_longest_window(model, column):
     features = torch.rand(6, len(RATES))
     batch = fill_batch(SearchBatch, {}, features=features)
 
@@ -57,7 +53,7 @@ def test_a_click_rate_is_the_column_of_the_longest_window(
     torch.testing.assert_close(chances, features[:, column])
 
 
-def test_the_shown_order_is_scored_by_the_click_rate_of_the_first_position() -> None:
+def test_the_shown_order_is_scored_by_the_click_rate_of_the_first_position():
     model = ShownOrder(ShownOrderConfig(), build_catalogue())
     batch = fill_batch(
         SearchBatch,
@@ -90,7 +86,7 @@ def rank_slowly(values: list[float], sign: int, clicked: list[bool]) -> float | 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_best_number_is_that_of_a_slow_loop(sign: int) -> None:
+def test_the_best_number_is_that_of_a_slow_loop(sign):
     custom = CustomFeatures(
         (Number("num_price", 0, 1, True), Number("num_stars", 0, 1, False)),
         (Category("cat_city", ("a", "b")),),

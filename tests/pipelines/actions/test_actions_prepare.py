@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from core.tables import read_manifest
 from models.actions.requests import ACTIONS
@@ -81,9 +80,7 @@ def read_users(tables: str) -> dict[str, dict[str, Any]]:
     return {row["user_id"]: row for row in rows}
 
 
-def test_sequences_have_tasks_features_and_split_boundaries(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sequences_have_tasks_features_and_split_boundaries(tmp_path, capsys):
     tables = prepare_feed(tmp_path, LOG)
 
     info, users = read_manifest(f"{tables}/sequences").info, read_users(tables)
@@ -109,9 +106,7 @@ def test_sequences_have_tasks_features_and_split_boundaries(
     assert info["users_without_context"] == {"train": 1, "val": 0, "test": 1}
 
 
-def test_attributes_of_users_and_categories_of_events_are_features_of_events(
-    tmp_path: Path,
-) -> None:
+def test_attributes_of_users_and_categories_of_events_are_features_of_events(tmp_path):
     """The first row of a user counts; the vocabulary is that of training events."""
     places = ["place", "home", "home", "", "home", "shop", "shop", "home", "home"]
     lines = [f"{line},{place}" for line, place in zip(LOG, places, strict=True)]

@@ -81,7 +81,7 @@ def compute_features(disliked_hour: int) -> np.ndarray:
     return np.array(table.to_pylist()[0]["features"])
 
 
-def test_counts_of_candidates_include_no_event_of_their_split() -> None:
+def test_counts_of_candidates_include_no_event_of_their_split():
     """Counts of candidates are taken at the start of the split: else one like of a user
     would lower the predictions of the user's other candidates.
     """
@@ -96,7 +96,7 @@ def test_counts_of_candidates_include_no_event_of_their_split() -> None:
     assert not np.array_equal(train_changed[8:12], val_changed[8:12])
 
 
-def test_an_input_is_scaled_by_the_declared_range_of_its_label() -> None:
+def test_an_input_is_scaled_by_the_declared_range_of_its_label():
     ranges = {"rating": [1.0, 5.0]}
     info = LogInfo({"rating": "float32"}, [], [], clock=True, ranges=ranges)
     config = ActionsConfig(

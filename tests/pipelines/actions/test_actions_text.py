@@ -20,7 +20,7 @@ from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.commands import read_rows
 
 
-def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
+def test_the_items_of_a_feed_are_embedded_once(tmp_path):
     tables, text = write_actions(tmp_path, content=True), str(tmp_path / "text")
     config = TextConfig(svd=4, template="{title} by {author}")
 

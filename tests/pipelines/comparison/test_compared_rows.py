@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -22,26 +20,26 @@ from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
 
 @pytest.fixture
-def uri(new_store: Callable[[Path], str], tmp_path: Path) -> str:
+def uri(new_store, tmp_path) -> str:
     """Create an empty store."""
     return new_store(tmp_path)
 
 
-def test_names_of_seeds_are_shortened_to_their_common_prefix() -> None:
+def test_names_of_seeds_are_shortened_to_their_common_prefix():
     names = ["lr-0.1-seed-42-ab", "lr-0.1-seed-43-cd"]
     assert name_runs(names, "tiger", "unseen") == "lr-0.1* [unseen]"
     assert name_runs(["a", "a"], "tiger", "") == "a"
     assert name_runs(["a", "b"], "tiger", "") == "tiger*"
 
 
-def test_lower_is_better_for_losses_times_and_memory() -> None:
+def test_lower_is_better_for_losses_times_and_memory():
     lower = ["eval_loss", "mean/normalised_entropy", "test/mse", "peak_memory_mb"]
     assert all(map(lower_is_better, lower))
     higher = ["neg_mse", "ndcg@10", "mean/rig", "requests_per_s"]
     assert not any(map(lower_is_better, higher))
 
 
-def test_a_row_has_mean_and_deviation_of_the_newest_run_of_each_seed(uri: str) -> None:
+def test_a_row_has_mean_and_deviation_of_the_newest_run_of_each_seed(uri):
     values = {1: 0.25, 2: 0.5, 3: 0.125}
     log_training(uri, "sasrec-1", {"name": "sasrec"}, {"test/ndcg@10": 0.9}, seed=1)
     for seed, value in values.items():
@@ -61,7 +59,7 @@ def test_a_row_has_mean_and_deviation_of_the_newest_run_of_each_seed(uri: str) -
     assert find_best_run(comparison)["name"] == "sasrec-2"
 
 
-def test_a_training_has_a_row_per_options_of_its_evaluations(uri: str) -> None:
+def test_a_training_has_a_row_per_options_of_its_evaluations(uri):
     metrics = {"best/ndcg@10": 0.1, "best/looked_at_it/gauc": 0.6}
     training = log_training(uri, "tiger", {"name": "tiger", "beam": 50}, metrics)
     evaluate_run(training, [0.2], weights="before", **{"looked_at_it/gauc": 0.8})
@@ -84,7 +82,7 @@ def test_a_training_has_a_row_per_options_of_its_evaluations(uri: str) -> None:
     assert other["log"] != plain["log"]
 
 
-def test_rows_are_sorted_by_the_metric_of_their_kind(uri: str) -> None:
+def test_rows_are_sorted_by_the_metric_of_their_kind(uri):
     for weight in (0.5, 0.75, 1.0):
         model = {"name": "attn_mvp", "action_weight": weight}
         metrics = {
@@ -105,7 +103,7 @@ def test_rows_are_sorted_by_the_metric_of_their_kind(uri: str) -> None:
         compare(uri, metric="mrr")
 
 
-def test_a_sweep_shows_its_best_settings_or_all_trials(uri: str) -> None:
+def test_a_sweep_shows_its_best_settings_or_all_trials(uri):
     teacher = log_training(uri, "tiger", {"name": "tiger"}, {"test/ndcg@10": 0.05})
     tracking.Logger(teacher).tag(**{tracking.WEIGHTS_TAG: "W"})
     sweep = log_sweep(uri, "alphas", ["model.alpha", "fit.seed"])
@@ -139,7 +137,7 @@ def test_a_sweep_shows_its_best_settings_or_all_trials(uri: str) -> None:
     assert named.title == "tiger, seed-42-0.5"
 
 
-def test_smoke_sweeps_and_runs_of_earlier_formats_are_left_out(uri: str) -> None:
+def test_smoke_sweeps_and_runs_of_earlier_formats_are_left_out(uri):
     sweep = log_sweep(uri, "tried", [], **{tracking.SMOKE_TAG: "true"})
     metrics = {"best/ndcg@10": 0.9}
     log_training(uri, "trial", {"name": "sasrec"}, metrics, parent=sweep.run_id)
@@ -157,9 +155,7 @@ def test_smoke_sweeps_and_runs_of_earlier_formats_are_left_out(uri: str) -> None
     assert compare(uri, sweep="tried").rows["name"].to_list() == ["trial"]
 
 
-def test_a_running_run_without_a_live_process_is_marked_as_killed(
-    uri: str, tmp_path: Path
-) -> None:
+def test_a_running_run_without_a_live_process_is_marked_as_killed(uri, tmp_path):
     runs = {}
     config = {"model": {"name": "sasrec"}, "fit": {"seed": 1}}
     for name in ("dead", "alive"):

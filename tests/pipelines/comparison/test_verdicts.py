@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -35,7 +32,7 @@ from tests.fixtures.logged_runs import (
 NUM_USERS = 600
 
 
-def test_intervals_are_those_of_users_drawn_one_by_one() -> None:
+def test_intervals_are_those_of_users_drawn_one_by_one():
     rng = np.random.default_rng(3)
     counts = rng.integers(1, 4, 40)
     differences = rng.normal(0.02, 0.5, (2, 40))
@@ -55,7 +52,7 @@ def test_intervals_are_those_of_users_drawn_one_by_one() -> None:
         )
 
 
-def test_a_verdict_needs_200_users_and_an_interval_without_zero() -> None:
+def test_a_verdict_needs_200_users_and_an_interval_without_zero():
     for low, high, num_users, metric, verdict in (
         (0.05, 0.15, 200, "ndcg@10", CLEARS),
         (-0.15, -0.05, 200, "ndcg@10", BELOW),
@@ -67,9 +64,7 @@ def test_a_verdict_needs_200_users_and_an_interval_without_zero() -> None:
 
 
 @pytest.mark.long
-def test_students_share_a_row_if_their_teachers_do(
-    new_store: Callable[[Path], str], tmp_path: Path
-) -> None:
+def test_students_share_a_row_if_their_teachers_do(new_store, tmp_path):
     uri = new_store(tmp_path)
     values = [0.0, 1.0] * (NUM_USERS // 2)
     better = [min(1.0, value + 0.25) for value in values]
@@ -99,9 +94,7 @@ def test_students_share_a_row_if_their_teachers_do(
 
 
 @pytest.mark.long
-def test_each_ranking_is_compared_with_its_best_baseline(
-    new_store: Callable[[Path], str], tmp_path: Path
-) -> None:
+def test_each_ranking_is_compared_with_its_best_baseline(new_store, tmp_path):
     """Of runs with the same seed the newest that was evaluated counts."""
     uri = new_store(tmp_path)
     low, middle, high = (
@@ -144,7 +137,7 @@ def test_each_ranking_is_compared_with_its_best_baseline(
     assert "positions: 0.6100" in answer
 
 
-def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:
+def test_a_result_is_judged_by_its_interval_also_with_few_users():
     """Otherwise jobs.daily would register models that are below the baseline."""
     low, high = pack_values([0.1, 0.2] * 50), pack_values([0.4, 0.6] * 50)
     result = to_result({"ndcg@10": 0.15}, {"ndcg@10": low}, 100)
@@ -152,7 +145,7 @@ def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:
     assert judge_result(result, baselines, "ndcg@10").verdict == BELOW
 
 
-def test_a_search_model_is_judged_by_its_baseline_on_the_same_users() -> None:
+def test_a_search_model_is_judged_by_its_baseline_on_the_same_users():
     def pack(*values: float) -> dict[str, dict[str, str]]:
         return {"gauc": pack_values(np.linspace(*values, NUM_USERS).tolist())}
 

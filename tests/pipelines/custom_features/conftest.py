@@ -14,7 +14,7 @@ from tests.fixtures.custom_features_log import (
 
 
 @pytest.fixture(scope="session")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def raw(tmp_path_factory) -> Path:
     """Folder of the log."""
     folder = tmp_path_factory.mktemp("raw")
     write_log(folder)
@@ -22,12 +22,12 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tables(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> str:
+def tables(tmp_path_factory, raw) -> str:
     """Path of the tables of the log."""
     return prepare_tables(tmp_path_factory.mktemp("tables"), raw)
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory, tables: str) -> str:
+def text(tmp_path_factory, tables) -> str:
     """Path of random text vectors of the items and queries."""
     return write_random_text(tmp_path_factory.mktemp("text"), tables)

@@ -34,9 +34,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-1, 11)), max_s
 
 
 @given(ROWS, EVENTS)
-def test_an_event_has_the_value_of_the_latest_row_strictly_before_it(
-    rows: list[tuple[str, int]], events: list[tuple[str, int]]
-) -> None:
+def test_an_event_has_the_value_of_the_latest_row_strictly_before_it(rows, events):
     rows = sorted(rows)
     columns = {
         "item_id": [item for item, _ in rows],
@@ -59,14 +57,12 @@ def test_an_event_has_the_value_of_the_latest_row_strictly_before_it(
 
 
 @pytest.fixture(scope="module")
-def priced(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> str:
+def priced(tmp_path_factory, raw) -> str:
     """Path of the tables of the log with prices."""
     return prepare_tables(tmp_path_factory.mktemp("as_of"), raw, WITH_PRICES)
 
 
-def test_requests_and_behaviours_have_the_price_known_at_their_time(
-    priced: str,
-) -> None:
+def test_requests_and_behaviours_have_the_price_known_at_their_time(priced):
     assert find_violations(priced) == {}
     info = read_manifest(f"{priced}/sequences").info
     numbers = [number["name"] for number in info["custom"]["numbers"]]
@@ -88,9 +84,7 @@ def use_prices_of_the_next_request(rows: list[Row], info: Row) -> None:
                 request["num_price"] = later["num_price"][: len(request["num_price"])]
 
 
-def test_the_audit_finds_candidates_with_later_prices(
-    priced: str, tmp_path: Path
-) -> None:
+def test_the_audit_finds_candidates_with_later_prices(priced, tmp_path):
     tables = copy_with_change(priced, tmp_path, use_prices_of_the_next_request)
 
     violations = find_violations(tables)
@@ -109,9 +103,7 @@ def copy_with_prices(raw: Path, folder: Path, prices: pl.DataFrame) -> Path:
     return copied
 
 
-def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(
-    raw: Path, tmp_path: Path
-) -> None:
+def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(raw, tmp_path):
     prices = pl.read_csv(raw / "prices.csv")
     repeated = prices.head(3).with_columns(price=pl.lit(99.0))
     log = copy_with_prices(raw, tmp_path, pl.concat([prices, repeated]))

@@ -9,7 +9,7 @@ import pytest
 
 from core.tables import read_manifest
 from models.actions.requests import ACTIONS
-from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
+from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import load_split, read_rows
 from tests.fixtures.custom_features_log import (
     FEED,
@@ -21,7 +21,7 @@ from tests.fixtures.custom_features_log import (
 
 
 @pytest.fixture(scope="module")
-def feed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def feed(tmp_path_factory) -> Path:
     """Folder of a feed with custom features and prices."""
     folder = tmp_path_factory.mktemp("feed")
     write_log(folder, users=1)
@@ -30,13 +30,13 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory, feed: Path) -> str:
+def tables(tmp_path_factory, feed) -> str:
     """Path of the tables of the feed."""
     folder = tmp_path_factory.mktemp("tables")
     return prepare_tables(folder, feed, FEED, prepare_settings=FEED_PREPARE)
 
 
-def test_the_manifest_describes_the_custom_features(tables: str) -> None:
+def test_the_manifest_describes_the_custom_features(tables):
     info = read_manifest(f"{tables}/sequences").info
 
     numbers = [number["name"] for number in info["custom"]["numbers"]]
@@ -66,14 +66,12 @@ def scale_by_the_whole_log(rows: list[Row], info: Row) -> None:
     ],
 )
 def test_the_audit_finds_values_that_were_not_known_in_training(
-    tables: str, tmp_path: Path, change: Change, rules: set[str]
-) -> None:
+    tables, tmp_path, change, rules
+):
     assert set(find_violations(copy_with_change(tables, tmp_path, change))) == rules
 
 
-def test_batches_have_the_features_of_context_and_candidates_as_in_the_tables(
-    tables: str,
-) -> None:
+def test_batches_have_the_features_of_context_and_candidates_as_in_the_tables(tables):
     rows = read_rows(tables, "sequences")
     examples = load_split(ACTIONS, f"{tables}/sequences", "test", max_history=16)
 

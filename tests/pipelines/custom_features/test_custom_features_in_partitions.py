@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from core.tables import read_manifest
@@ -20,8 +19,8 @@ WITH_PLANS: dict[str, Any] = {**SOURCE, "as_of": {**AS_OF, "plans": PLANS}}
 
 
 def test_tables_of_several_partitions_have_the_features_of_items_and_users(
-    raw: Path, tmp_path: Path, ray_local: None
-) -> None:
+    raw, tmp_path, ray_local
+):
     plans = [
         f"u{user},{1_700_000_000_000 + user},p{user % 3}\n" for user in range(0, 250, 2)
     ]

@@ -4,8 +4,6 @@ and moments of the training split.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import polars as pl
 import pytest
 
@@ -17,14 +15,12 @@ from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
     describe_features,
 )
-from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
+from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables
 
 
-def test_the_manifest_describes_custom_features_by_the_values_of_training(
-    tables: str,
-) -> None:
+def test_the_manifest_describes_custom_features_by_the_values_of_training(tables):
     assert find_violations(tables) == {}
     info = read_manifest(f"{tables}/sequences").info
     [number] = info["custom"]["numbers"]
@@ -39,7 +35,7 @@ def test_the_manifest_describes_custom_features_by_the_values_of_training(
     assert "Kyiv" in read_column(tables, "events", "cat_city")
 
 
-def test_the_settings_may_group_features_by_name(tmp_path: Path, raw: Path) -> None:
+def test_the_settings_may_group_features_by_name(tmp_path, raw):
     groups = {"match": ["bm25", "pair_ctr_7d"], "place": ["city"]}
 
     tables = prepare_tables(tmp_path, raw, settings={"search": {"groups": groups}})
@@ -53,17 +49,15 @@ def test_the_settings_may_group_features_by_name(tmp_path: Path, raw: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def tables_with_item_features(
-    tmp_path_factory: pytest.TempPathFactory, raw: Path
-) -> str:
+def tables_with_item_features(tmp_path_factory, raw) -> str:
     """Path of tables whose candidates and behaviours have features of their items."""
     settings = {"search": {"item_features": ["brand", "weight"]}}
     return prepare_tables(tmp_path_factory.mktemp("items"), raw, settings=settings)
 
 
 def test_candidates_and_behaviours_may_have_features_of_their_items(
-    tables_with_item_features: str,
-) -> None:
+    tables_with_item_features,
+):
     tables = tables_with_item_features
 
     assert find_violations(tables) == {}
@@ -99,14 +93,14 @@ def shift_mean(rows: list[Row], info: Row) -> None:
 
 @pytest.mark.parametrize("change", [replace_number, add_value_of_test, shift_mean])
 def test_the_audit_finds_values_that_are_not_of_the_log_or_of_training(
-    tables: str, tmp_path: Path, change: Change
-) -> None:
+    tables, tmp_path, change
+):
     assert set(find_violations(copy_with_change(tables, tmp_path, change))) == {
         "features"
     }
 
 
-def test_moments_of_parts_add_up_to_those_of_all_values() -> None:
+def test_moments_of_parts_add_up_to_those_of_all_values():
     values = pl.Series([1e9 + 1, 1e9 + 2, None, 1e9 + 4, 1e9 + 9])
 
     moments = Moments.from_values(values[:2])
@@ -121,9 +115,7 @@ def test_moments_of_parts_add_up_to_those_of_all_values() -> None:
     assert number.missing is expected.missing
 
 
-def test_a_category_with_more_values_than_the_limit_is_hashed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_category_with_more_values_than_the_limit_is_hashed(monkeypatch):
     monkeypatch.setattr(custom_features, "MAX_VALUES", 2)
     first, second = (
         TrainingValues.from_frame(pl.DataFrame({"cat_a": values}))

@@ -5,7 +5,6 @@ did not have as missing.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ COLUMNS = {
 }
 
 
-def test_columns_become_numbers_codes_and_buckets() -> None:
+def test_columns_become_numbers_codes_and_buckets():
     matrix = read_features(FEATURES, COLUMNS, 3)
 
     num_a, num_b, cat_c, cat_d = matrix.T
@@ -49,7 +48,7 @@ def test_columns_become_numbers_codes_and_buckets() -> None:
     assert set(cat_d[:2]) <= set(range(1, 8))
 
 
-def test_a_model_reads_standardized_numbers_and_embeddings_of_categories() -> None:
+def test_a_model_reads_standardized_numbers_and_embeddings_of_categories():
     inputs = CustomInputs(FEATURES, width=3, dropout=0.0)
     embeddings = ["cat_c"] * 3 + ["cat_d"] * 3
     assert inputs.columns == ["num_a", "num_b", "num_a", *embeddings]
@@ -64,8 +63,8 @@ def test_a_model_reads_standardized_numbers_and_embeddings_of_categories() -> No
 
 
 def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables(
-    tables: str, text: str
-) -> None:
+    tables, text
+):
     info = read_manifest(join(tables, "sequences")).info
     bm25_column = len(info["features"])
     city_column = bm25_column + 1
@@ -128,8 +127,8 @@ def find_changed(module: Any, batch: SearchBatch, **changes: torch.Tensor) -> An
 
 
 def test_features_change_the_scores_of_their_candidate_or_of_later_requests(
-    tables: str, text: str
-) -> None:
+    tables, text
+):
     module, batch = build_qgs(Inputs(tables, text=text))
     for column, value in ((BM25, 1.5), (CITY, 2.0)):
         features = batch.features.clone()
@@ -144,9 +143,7 @@ def test_features_change_the_scores_of_their_candidate_or_of_later_requests(
     assert torch.equal(changed, has_history)
 
 
-def test_a_feature_unknown_when_ranking_is_read_of_behaviours_only(
-    raw: Path, tmp_path: Path
-) -> None:
+def test_a_feature_unknown_when_ranking_is_read_of_behaviours_only(raw, tmp_path):
     settings = {"search": {"unknown_when_ranking": ["city"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
     text = write_random_text(tmp_path, tables)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlflow
@@ -81,8 +79,8 @@ def make_request(tables: str, batch: SearchBatch) -> Row:
 
 
 def test_features_of_items_are_taken_from_the_catalogue_unless_given(
-    raw: Path, tmp_path: Path, new_store: Callable[[Path], str]
-) -> None:
+    raw, tmp_path, new_store
+):
     settings = {"search": {"item_features": ["brand", "weight"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
@@ -113,8 +111,8 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
 
 
 def test_a_served_model_reads_custom_features_by_name(
-    tables: str, text: str, tmp_path: Path, new_store: Callable[[Path], str]
-) -> None:
+    tables, text, tmp_path, new_store
+):
     uri = new_store(tmp_path)
     run = register_ranker(tmp_path, "qgs", tables, text)
     model = load_served(uri)
@@ -134,8 +132,8 @@ def test_a_served_model_reads_custom_features_by_name(
 
 
 def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
-    raw: Path, tmp_path: Path, new_store: Callable[[Path], str]
-) -> None:
+    raw, tmp_path, new_store
+):
     tables = prepare_tables(tmp_path, raw)
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
     run = register_ranker(tmp_path, "qgs", tables, text)

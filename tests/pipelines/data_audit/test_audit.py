@@ -49,7 +49,7 @@ def prepare_rows(folder: Path, rows: list[Row], **options: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> str:
+def prepared(tmp_path_factory) -> str:
     """Tables of a log with many events at the same time; 5 events are repeated and the
     duplicates kept.
     """
@@ -67,7 +67,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prepare_rows(folder, rows + rows[:5], duplicates="keep")
 
 
-def test_correct_tables_pass_every_rule_of_their_kind(prepared: str) -> None:
+def test_correct_tables_pass_every_rule_of_their_kind(prepared):
     rules = {rule.name: rule for rule in audit(prepared)}
 
     violated = {name: rule.examples for name, rule in rules.items() if rule.violations}
@@ -196,9 +196,7 @@ VIOLATIONS: dict[str, tuple[str, Change, set[str]]] = {
 
 
 @pytest.mark.parametrize("violation", VIOLATIONS)
-def test_a_violation_breaks_its_rules(
-    prepared: str, tmp_path: Path, violation: str
-) -> None:
+def test_a_violation_breaks_its_rules(prepared, tmp_path, violation):
     table, change, rules = VIOLATIONS[violation]
 
     tables = copy_with_change(prepared, tmp_path, change, table)
@@ -206,9 +204,7 @@ def test_a_violation_breaks_its_rules(
     assert find_violations(tables).keys() == rules
 
 
-def test_a_user_in_two_parts_breaks_the_rule_of_users(
-    prepared: str, tmp_path: Path
-) -> None:
+def test_a_user_in_two_parts_breaks_the_rule_of_users(prepared, tmp_path):
     users = read_column(prepared, "events", "user_id")
     within_user = next(n for n in range(1, len(users)) if users[n] == users[n - 1])
 
@@ -217,9 +213,7 @@ def test_a_user_in_two_parts_breaks_the_rule_of_users(
     assert list(find_violations(tables)) == ["users"]
 
 
-def test_sequences_of_another_catalogue_break_the_rule_of_inputs(
-    prepared: str, tmp_path: Path
-) -> None:
+def test_sequences_of_another_catalogue_break_the_rule_of_inputs(prepared, tmp_path):
     tables = copy_with_change(prepared, tmp_path, change_nothing)
     uri = f"{tables}/sequences"
     manifest = open_table(uri, SequencesInfo)
@@ -236,7 +230,7 @@ def test_sequences_of_another_catalogue_break_the_rule_of_inputs(
     assert list(find_violations(tables)) == ["inputs"]
 
 
-def test_an_item_that_only_the_whole_k_core_drops_is_found(tmp_path: Path) -> None:
+def test_an_item_that_only_the_whole_k_core_drops_is_found(tmp_path):
     """One step of the k-core would keep item i9: it has 3 events, two of them of a user
     that the core drops.
     """
@@ -262,7 +256,7 @@ def test_an_item_that_only_the_whole_k_core_drops_is_found(tmp_path: Path) -> No
     ]
 
 
-def test_a_wrong_temporal_split_breaks_the_rule_of_splits(tmp_path: Path) -> None:
+def test_a_wrong_temporal_split_breaks_the_rule_of_splits(tmp_path):
     rows = [
         {"user": f"u{n % 3}", "item": f"i{n % 5}", "ms": BEGIN + n * 1000}
         for n in range(60)
@@ -276,9 +270,7 @@ def test_a_wrong_temporal_split_breaks_the_rule_of_splits(tmp_path: Path) -> Non
     assert list(find_violations(changed)) == ["splits"]
 
 
-def test_the_job_prints_violations_and_fails(
-    prepared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_job_prints_violations_and_fails(prepared, tmp_path, capsys):
     job.run(job.Config(tables=prepared))
     assert "No violations" in capsys.readouterr().out
 
@@ -313,9 +305,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("words", DAMAGE)
-def test_a_damaged_table_is_named(
-    prepared: str, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_table_is_named(prepared, tmp_path, words, capsys):
     tables = copy_with_change(prepared, tmp_path, change_nothing)
     DAMAGE[words](tmp_path / "tables/sequences")
 

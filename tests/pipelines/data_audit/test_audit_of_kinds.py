@@ -12,7 +12,7 @@ import pytest
 
 from core.tables import read_manifest
 from pipelines.prepare.audit.rules import audit
-from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
+from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import prepare_log, run_job, write_rows
 
 SOURCES = Path(__file__).parents[3] / "jobs/configs/sources"
@@ -37,7 +37,7 @@ LOGS: dict[str, tuple[str, int, Row]] = {
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def prepared(tmp_path_factory) -> dict[str, str]:
     """Tables of a small simulated log, by kind."""
     tables = {}
     for kind, (source, events, options) in LOGS.items():
@@ -51,7 +51,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", LOGS)
-def test_correct_tables_pass(prepared: dict[str, str], kind: str) -> None:
+def test_correct_tables_pass(prepared, kind):
     rules = {rule.name: rule.rows for rule in audit(prepared[kind])}
     info = read_manifest(f"{prepared[kind]}/sequences").info
 
@@ -156,17 +156,13 @@ def change_base_rate(rows: list[Row], info: Row) -> None:
     ],
 )
 def test_a_planted_violation_is_reported_under_its_rules(
-    prepared: dict[str, str],
-    tmp_path: Path,
-    kind: str,
-    change: Change,
-    rules: set[str],
-) -> None:
+    prepared, tmp_path, kind, change, rules
+):
     copied = copy_with_change(prepared[kind], tmp_path, change)
     assert find_violations(copied).keys() == rules
 
 
-def test_a_missing_query_is_reported(prepared: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_query_is_reported(prepared, tmp_path):
     copied = copy_with_change(prepared["search"], tmp_path, remove_last_row, "queries")
     assert {"queries", "counts"} <= find_violations(copied).keys()
 
@@ -176,9 +172,7 @@ def test_a_missing_query_is_reported(prepared: dict[str, str], tmp_path: Path) -
     params=[{"time": {"column": "clicked_at", "unit": "s"}}, {"delay_minutes": 150}],
     ids=["time", "delay"],
 )
-def delayed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> str:
+def delayed(request, tmp_path_factory) -> str:
     """Tables of overlapping searches of four users, whose results are seconds apart and
     whose clicks are visible later, some after the next search.
     """
@@ -213,7 +207,7 @@ def delayed(
     return str(folder / "tables")
 
 
-def test_tables_with_delayed_labels_pass(delayed: str) -> None:
+def test_tables_with_delayed_labels_pass(delayed):
     rules = {rule.name: rule for rule in audit(delayed)}
     assert find_violations(delayed) == {}
     assert rules["known"].rows == 4 * 12 * 4
@@ -231,9 +225,7 @@ def change_label_time(events: list[Row], info: Row) -> None:
     next(row for row in events if row["label_click"])["known_click"] -= 86_400_000
 
 
-def test_a_click_that_is_used_before_its_label_time_is_reported(
-    delayed: str, tmp_path: Path
-) -> None:
+def test_a_click_that_is_used_before_its_label_time_is_reported(delayed, tmp_path):
     copied = copy_with_change(delayed, tmp_path / "a", ignore_label_times)
     assert list(find_violations(copied)) == ["history"]
     copied = copy_with_change(delayed, tmp_path / "b", change_label_time, "events")

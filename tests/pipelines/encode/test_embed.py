@@ -38,14 +38,14 @@ TEXTS = [
 
 
 @pytest.fixture(scope="session")
-def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_bert(tmp_path_factory) -> str:
     """Save a random BERT of width 16 with the vocabulary WORDS."""
     return save_bert(tmp_path_factory.mktemp("bert"), WORDS, 12)
 
 
 def test_actors_encode_as_the_model_does_for_single_texts(
-    ray_local: None, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ray_local, tiny_bert, monkeypatch
+):
     monkeypatch.setattr(embed, "TEXTS_PER_BLOCK", 8)  # several blocks for two actors
     lines: list[str] = []
 
@@ -66,9 +66,7 @@ def test_actors_encode_as_the_model_does_for_single_texts(
     assert lines[-1] == f"encoded {distinct} of {distinct} texts"
 
 
-def test_the_version_of_an_encoder_depends_on_its_weights(
-    tiny_bert: str, tmp_path: Path
-) -> None:
+def test_the_version_of_an_encoder_depends_on_its_weights(tiny_bert, tmp_path):
     version = encoder_version(tiny_bert)
     assert version == encoder_version(tiny_bert)
     for file in Path(tiny_bert).iterdir():
@@ -92,7 +90,7 @@ def build_items(**columns: Any) -> pa.Table:
     )
 
 
-def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
+def test_texts_are_joined_in_the_order_of_columns_or_template():
     table = build_items(
         text_title=["Drill", "Hose"], text_brand=[None, "Acme"], cat_color=["red", None]
     )
@@ -103,7 +101,7 @@ def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
     ]
 
 
-def test_items_without_text_are_empty_strings_and_reported_or_refused() -> None:
+def test_items_without_text_are_empty_strings_and_reported_or_refused():
     table = build_items(text_title=["Drill", " ", None], text_brand=["x", "", None])
     lines: list[str] = []
 
@@ -116,7 +114,7 @@ def test_items_without_text_are_empty_strings_and_reported_or_refused() -> None:
         item_texts(table[1:], EmbedConfig())
 
 
-def test_pca_whitens_and_can_be_repeated() -> None:
+def test_pca_whitens_and_can_be_repeated():
     generator = np.random.default_rng(0)
     mixing = generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10))
     vectors = (mixing + 3).astype(np.float32)

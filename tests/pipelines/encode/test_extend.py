@@ -59,7 +59,7 @@ def build_titles(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_old_codes_stay_and_new_items_get_free_ones(tmp_path: Path, name: str) -> None:
+def test_old_codes_stay_and_new_items_get_free_ones(tmp_path, name):
     sids, tokenizer = str(tmp_path / "sids"), TOKENIZERS[name]
     items = write_items(tmp_path / "items", build_titles(COUNT))
     config = build_config(tmp_path, tokenizer=tokenizer)
@@ -103,9 +103,7 @@ def test_old_codes_stay_and_new_items_get_free_ones(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize(("width", "scale"), [(0, 1.0), (3, 1.0), (0, 1e-5)])
-def test_precomputed_embeddings_of_new_items_are_added(
-    tmp_path: Path, width: int, scale: float
-) -> None:
+def test_precomputed_embeddings_of_new_items_are_added(tmp_path, width, scale):
     sids = str(tmp_path / "sids")
     draw = np.random.default_rng(0)
     vectors = scale * draw.standard_normal((COUNT + 20, 8)).astype(np.float32)
@@ -167,9 +165,7 @@ def test_precomputed_embeddings_of_new_items_are_added(
         ),
     ],
 )
-def test_an_extension_that_does_not_fit_is_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_an_extension_that_does_not_fit_is_refused(tmp_path, change, message):
     sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
     items = write_items(tmp_path / "items", titles)
     tokenize(build_config(tmp_path))
@@ -187,8 +183,8 @@ def test_an_extension_that_does_not_fit_is_refused(
 
 @given(st.integers(0, 99), st.sampled_from([[], [3], [2, 4]]))
 def test_free_codes_are_distinct_and_the_nearest_ones_if_these_are_free(
-    seed: int, conflicts: list[int]
-) -> None:
+    seed, conflicts
+):
     draw = np.random.default_rng(seed)
     codebooks = draw.standard_normal((2, 4, 3))
     vectors = draw.standard_normal((14, 3)).round(1)

@@ -48,9 +48,7 @@ def kill_workers(times: int) -> Iterator[set[int]]:
         thread.join()
 
 
-def test_a_training_that_loses_its_worker_restarts(
-    ray_local: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_loses_its_worker_restarts(ray_local, monkeypatch):
     expected_lines: list[str] = []
     expected, *_ = train_codes(EMBEDDINGS, RQVAE, expected_lines.append)
     # On a cluster the training is a Ray task.

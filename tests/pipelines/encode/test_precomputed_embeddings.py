@@ -51,16 +51,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def items(tmp_path: Path) -> Table:
+def items(tmp_path) -> Table:
     """A table of 5 items."""
     (tmp_path / "items").mkdir()
     return write_items(tmp_path / "items", ["thing"] * 5)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "npy"])
-def test_each_item_gets_its_row(
-    layout: str, items: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_item_gets_its_row(layout, items, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "pipelines.encode.texts.start_ray", lambda: pytest.fail("Ray starts")
     )
@@ -84,9 +82,7 @@ def test_each_item_gets_its_row(
     assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
 
 
-def test_the_job_tokenizes_precomputed_embeddings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_job_tokenizes_precomputed_embeddings(tmp_path, capsys):
     (tmp_path / "tables/items").mkdir(parents=True)
     write_items(tmp_path / "tables/items", [""] * 40)  # text is not read
     vectors = np.random.default_rng(1).standard_normal((40, 4))

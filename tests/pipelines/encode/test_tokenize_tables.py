@@ -25,7 +25,7 @@ RQ_OTHER = {**KMEANS, "codebook_size": 5}
 
 
 @pytest.fixture
-def items(tmp_path: Path) -> Table:
+def items(tmp_path) -> Table:
     """A table of 90 items."""
     (tmp_path / "items").mkdir()
     titles = [
@@ -60,9 +60,7 @@ def read_change_times(folder: Path) -> dict[str, int]:
     }
 
 
-def test_training_items_are_targets_of_training_requests_and_their_histories(
-    small: tuple[str, str],
-) -> None:
+def test_training_items_are_targets_of_training_requests_and_their_histories(small):
     sequences = f"{small[0]}/sequences"
     expected: set[int] = set()
     for user in read_table(sequences).to_pylist():
@@ -95,9 +93,7 @@ def check_paths(trie: str, codes: np.ndarray) -> None:
     assert paths == dict(enumerate(codes.tolist()))
 
 
-def test_tables_record_their_inputs_and_describe_the_codes(
-    items: Table, tmp_path: Path
-) -> None:
+def test_tables_record_their_inputs_and_describe_the_codes(items, tmp_path):
     output = tmp_path / "sids"
 
     sids, trie, was_written = tokenize_items(items, output)
@@ -118,7 +114,7 @@ def test_tables_record_their_inputs_and_describe_the_codes(
     check_paths(str(output / "trie"), codes)
 
 
-def test_a_second_run_writes_only_missing_tables(items: Table, tmp_path: Path) -> None:
+def test_a_second_run_writes_only_missing_tables(items, tmp_path):
     output = tmp_path / "sids"
     _, trie, _ = tokenize_items(items, output)
     change_times = read_change_times(output)
@@ -137,7 +133,7 @@ def test_a_second_run_writes_only_missing_tables(items: Table, tmp_path: Path) -
     assert other_tables.items() <= read_change_times(output).items()
 
 
-def test_tokenizers_share_embeddings(items: Table, tmp_path: Path) -> None:
+def test_tokenizers_share_embeddings(items, tmp_path):
     shared = str(tmp_path / "embeddings")
     first = tokenize_items(items, tmp_path / "a", embeddings=shared)
     change_times = read_change_times(tmp_path / "embeddings")
@@ -155,9 +151,7 @@ def test_tokenizers_share_embeddings(items: Table, tmp_path: Path) -> None:
     assert not (tmp_path / "c/sids").exists()
 
 
-def test_other_settings_need_overwrite_and_replace_all_tables(
-    items: Table, tmp_path: Path
-) -> None:
+def test_other_settings_need_overwrite_and_replace_all_tables(items, tmp_path):
     tokenize_items(items, tmp_path / "sids")
     change_times = read_change_times(tmp_path / "sids")
     message = "sids was made with rqkmeans.codebook_size 8, not 5"
@@ -179,9 +173,7 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
     assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed
 
 
-def test_published_sids_get_a_conflict_level_only_if_they_collide(
-    items: Table, tmp_path: Path
-) -> None:
+def test_published_sids_get_a_conflict_level_only_if_they_collide(items, tmp_path):
     path = tmp_path / "x.index.json"
     table = {f"i{i:04d}": [f"<a_{i % 10}>", f"<b_{i // 10}>"] for i in range(COUNT)}
     path.write_text(json.dumps({**table, "not in the catalogue": ["<a_99>", "<b_3>"]}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,12 +16,12 @@ from tests.fixtures.training_tables import write_tables
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tables(tmp_path_factory) -> str:
     """Write the tables of a log with 24 items; return their folder."""
     return write_tables(tmp_path_factory.mktemp("allowed"))[0]
 
 
-def test_every_layout_is_read_as_the_same_set(tables: str, tmp_path: Path) -> None:
+def test_every_layout_is_read_as_the_same_set(tables, tmp_path):
     items = read_column(tables, "items", "item_id")
     text = f"{items[7]}\n \n\n {items[2]} \r\n{items[7]}\n"
     (tmp_path / "a.txt").write_text(text)

@@ -46,9 +46,7 @@ def save_sasrec(folder: Path, tables: str) -> str:
     return path
 
 
-def test_search_scores_match_the_log_and_the_metrics(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_search_scores_match_the_log_and_the_metrics(tmp_path, capsys):
     tables, text = write_search(tmp_path / "log", parts=2)
     serve_ranker({"name": "qgs"}, tmp_path, tables, text, max_history=12)
     options: dict[str, Any] = {
@@ -134,9 +132,7 @@ def collect_by_event(
     return values_by_event
 
 
-def test_feed_scores_match_the_log(
-    tmp_path: Path,
-) -> None:
+def test_feed_scores_match_the_log(tmp_path):
     tables = write_actions(tmp_path / "log", items=300, viewers=True, parts=2)
     serve_ranker({"name": "attn_mvp"}, tmp_path, tables, None, max_history=12)
     path, out = str(tmp_path / "attn_mvp"), str(tmp_path / "out")
@@ -160,9 +156,7 @@ def test_feed_scores_match_the_log(
     assert collect_by_event(rows, "label_") == logged
 
 
-def test_metrics_of_a_split_can_be_computed_from_its_recommendations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_of_a_split_can_be_computed_from_its_recommendations(tmp_path, capsys):
     tables, _ = write_tables(tmp_path / "log", parts=2)
     path, out = save_sasrec(tmp_path, tables), str(tmp_path / "out")
 

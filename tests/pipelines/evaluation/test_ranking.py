@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,7 @@ def read_rankings(folder: Path) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def evaluation(
-    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> Evaluation:
+def evaluation(new_store, tmp_path_factory) -> Evaluation:
     """Save a SASRec and a TIGER, untrained, with their MLflow runs."""
     folder = tmp_path_factory.mktemp("evaluation")
     tables, sids = write_tables(folder / "small", parts=2)
@@ -106,9 +103,7 @@ def evaluation(
 
 
 @pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
-def test_metrics_equal_those_of_ranking_each_user_alone(
-    evaluation: Evaluation, name: str
-) -> None:
+def test_metrics_equal_those_of_ranking_each_user_alone(evaluation, name):
     model, saved = evaluation.load(name)
     max_history = saved.model.get("max_history", 20)
     examples = evaluation.load_examples("test", max_history=max_history)
@@ -156,8 +151,8 @@ def count_training_targets(evaluation: Evaluation) -> Counter[int]:
 
 
 def test_requests_without_a_history_are_measured_by_popularity(
-    evaluation: Evaluation, ray_local: None, tmp_path: Path
-) -> None:
+    evaluation, ray_local, tmp_path
+):
     def forget(user: dict[str, Any]) -> dict[str, Any]:
         """Leave every third user's test request without a history."""
         if int(user["user_id"][-4:]) % 3 == 0:
@@ -189,9 +184,7 @@ def test_requests_without_a_history_are_measured_by_popularity(
         assert 0 < recall < 1
 
 
-def test_evaluation_in_shards_equals_the_whole(
-    evaluation: Evaluation, ray_local: None
-) -> None:
+def test_evaluation_in_shards_equals_the_whole(evaluation, ray_local):
     config = evaluation.config("sasrec-1", split="val")
     whole, _ = evaluate(config)
     sharded, _ = evaluate(replace(config, shards=2))
@@ -203,9 +196,7 @@ def test_evaluation_in_shards_equals_the_whole(
     assert remote.metrics == pytest.approx(whole.metrics)
 
 
-def test_results_are_logged_to_the_training_run(
-    evaluation: Evaluation, capsys: pytest.CaptureFixture
-) -> None:
+def test_results_are_logged_to_the_training_run(evaluation, capsys):
     for name in ("tiger", "sasrec-1"):
         run(evaluation.config(name))
     assert "sasrec on test: 60 requests of 60 users, seed 1" in capsys.readouterr().out
@@ -227,9 +218,7 @@ def test_results_are_logged_to_the_training_run(
     assert metrics["test/requests_per_s"] > 0
 
 
-def test_an_evaluation_with_other_options_is_recorded_separately(
-    evaluation: Evaluation,
-) -> None:
+def test_an_evaluation_with_other_options_is_recorded_separately(evaluation):
     result, checked = evaluate(evaluation.config("tiger", beam=6))
     result.metrics["gauc"] = math.nan
 
@@ -244,11 +233,8 @@ def test_an_evaluation_with_other_options_is_recorded_separately(
 
 
 def test_recommendations_of_all_users_are_written_to_a_table(
-    evaluation: Evaluation,
-    ray_local: None,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    evaluation, ray_local, tmp_path, capfd
+):
     output = str(tmp_path / "out")
     config = evaluation.config("tiger", batch_inference=output, k=5)
 
@@ -282,11 +268,8 @@ def test_recommendations_of_all_users_are_written_to_a_table(
 
 
 def test_recommendations_can_be_restricted_to_allowed_items(
-    evaluation: Evaluation,
-    ray_local: None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    evaluation, ray_local, tmp_path, capsys
+):
     item_ids = evaluation.read_item_ids()
     stock = tmp_path / "stock.txt"
     stock.write_text("\n".join(item_ids[::5]))
@@ -317,10 +300,8 @@ def test_recommendations_can_be_restricted_to_allowed_items(
 
 
 def test_unseen_leaves_out_the_whole_history_even_if_the_model_reads_less(
-    evaluation: Evaluation,
-    ray_local: None,
-    tmp_path: Path,
-) -> None:
+    evaluation, ray_local, tmp_path
+):
     inputs = Inputs(evaluation.tables)
     setup = build_training(
         {**SASREC, "max_history": 2}, FitConfig(batch_size=8), inputs

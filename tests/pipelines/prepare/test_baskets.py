@@ -55,11 +55,7 @@ def log() -> list[Row]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def tables(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    log: list[Row],
-) -> tuple[str, Path]:
+def tables(request, tmp_path_factory, log) -> tuple[str, Path]:
     """The kind of baskets, and the path of their tables."""
     folder = tmp_path_factory.mktemp(request.param)
     write_rows(folder / "log.jsonl", log)
@@ -84,8 +80,8 @@ def form_baskets(
 
 
 def test_a_request_has_the_items_of_its_basket_and_earlier_behaviours_before_it(
-    tables: tuple[str, Path], log: list[Row]
-) -> None:
+    tables, log
+):
     kind, path = tables
     ids = [row["item_id"] for row in read_rows(path, "items")]
     found = defaultdict(list)
@@ -110,9 +106,7 @@ def test_a_request_has_the_items_of_its_basket_and_earlier_behaviours_before_it(
     assert find_violations(str(path)) == {}
 
 
-def test_training_learns_each_target_and_an_evaluation_ranks_each_basket_once(
-    tables: tuple[str, Path],
-) -> None:
+def test_training_learns_each_target_and_an_evaluation_ranks_each_basket_once(tables):
     _, path = tables
     for split in ("train", "val", "test"):
         expected: list[Any] = []
@@ -143,9 +137,7 @@ def test_training_learns_each_target_and_an_evaluation_ranks_each_basket_once(
         assert expected
 
 
-def test_batch_inference_writes_a_row_per_basket_with_all_its_targets(
-    tables: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_batch_inference_writes_a_row_per_basket_with_all_its_targets(tables, tmp_path):
     _, path = tables
     run = build_training(SASREC, FitConfig(batch_size=8), Inputs(str(path)))
     checkpoint.save(str(tmp_path / "sasrec"), run.model, run.checkpoint(epoch=1))
@@ -192,16 +184,12 @@ def add_the_basket_to_its_history(rows: list[Row], info: Row) -> None:
     ("change", "rule"),
     [(drop_a_target, "targets"), (add_the_basket_to_its_history, "history")],
 )
-def test_the_audit_finds_a_wrong_basket(
-    tables: tuple[str, Path], tmp_path: Path, change: Any, rule: str
-) -> None:
+def test_the_audit_finds_a_wrong_basket(tables, tmp_path, change, rule):
     copied = copy_with_change(str(tables[1]), tmp_path, change)
     assert list(find_violations(copied)) == [rule]
 
 
-def test_behaviours_that_share_a_time_are_counted(
-    tmp_path: Path, log: list[Row], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_behaviours_that_share_a_time_are_counted(tmp_path, log, capsys):
     write_rows(tmp_path / "log.jsonl", log)
     prepare_log(MAPPING, tmp_path, tmp_path / "tables")
     times = Counter((row["u"], row["ms"]) for row in log)

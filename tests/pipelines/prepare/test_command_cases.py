@@ -79,7 +79,7 @@ def train_on_growing_log(
     return build_on(range(num_days, total_days), first, second)
 
 
-def test_a_number_that_was_empty_takes_the_scale_of_later_days(tmp_path: Path) -> None:
+def test_a_number_that_was_empty_takes_the_scale_of_later_days(tmp_path):
     training = train_on_growing_log("d4_init_scale_of_empty_number", tmp_path, 5, 14)
 
     info = read_manifest(str(tmp_path / "tables/sequences")).info
@@ -89,13 +89,13 @@ def test_a_number_that_was_empty_takes_the_scale_of_later_days(tmp_path: Path) -
     assert any("num_price had no values" in note for note in training.messages)
 
 
-def test_a_task_that_appears_later_stays_a_task(tmp_path: Path) -> None:
+def test_a_task_that_appears_later_stays_a_task(tmp_path):
     training = train_on_growing_log("d4_task_appears_later", tmp_path, 5, 8)
 
     assert training.model.labels == ("looked_it", "like")
 
 
-def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path: Path) -> None:
+def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path):
     log, raw = CASES / "d4_clock_ahead/log", tmp_path / "raw"
     shutil.copytree(log, raw, ignore=shutil.ignore_patterns("log-07*", "log-08*"))
     source, defaults = load_case("d4_clock_ahead")
@@ -115,9 +115,7 @@ def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path: Path) -> N
     assert min(info["requests"].values()) > 30
 
 
-def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(
-    tmp_path: Path,
-) -> None:
+def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(tmp_path):
     tables, _ = prepare_case("d4_last_out_ties", tmp_path / "tables")
 
     log = pl.read_csv(CASES / "d4_last_out_ties/log/log.csv")

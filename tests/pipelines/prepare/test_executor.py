@@ -80,16 +80,14 @@ def expect_rows(num_keys: int) -> dict[int, list[int]]:
     [(1, 1), (64, 64)],  # also more partitions than tasks
 )
 @pytest.mark.parametrize("in_process", [False, True])
-def test_every_row_comes_out_once_in_its_partition(
-    partitions: int, num_keys: int, in_process: bool
-) -> None:
+def test_every_row_comes_out_once_in_its_partition(partitions, num_keys, in_process):
     rows = exchange_rows(partitions, num_keys, in_process=in_process)
 
     assert rows == expect_rows(num_keys)
 
 
 @pytest.mark.usefixtures("ray_local")
-def test_a_user_error_in_a_read_is_one_line_and_not_retried(tmp_path: Path) -> None:
+def test_a_user_error_in_a_read_is_one_line_and_not_retried(tmp_path):
     with pytest.raises(UserError) as caught:
         exchange_rows(3, 3, str(tmp_path), "user error")
 
@@ -99,9 +97,7 @@ def test_a_user_error_in_a_read_is_one_line_and_not_retried(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.exhaustive
-def test_a_read_whose_worker_dies_is_run_again_and_counted_once(
-    tmp_path: Path,
-) -> None:
+def test_a_read_whose_worker_dies_is_run_again_and_counted_once(tmp_path):
     rows = exchange_rows(3, 3, str(tmp_path), "worker")
 
     assert rows == expect_rows(3)

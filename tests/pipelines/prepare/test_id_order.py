@@ -1,7 +1,6 @@
 """Prepare notes that a log's histories are sorted by item id."""
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,7 @@ from tests.fixtures.commands import run_job
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_histories_that_ascend_by_item_id_are_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_sorted: bool
-) -> None:
+def test_histories_that_ascend_by_item_id_are_noted(tmp_path, capsys, is_sorted):
     draw, lines = random.Random(3), ["user,item"]
     for user in range(120):
         items = draw.sample(range(100, 200), 12)

@@ -63,9 +63,7 @@ def prepare_events(mapping: dict[str, Any], raw: Path, tables: Path) -> str:
         for suffix in log.get("formats", [None])
     ],
 )
-def test_a_log_becomes_its_events(
-    tmp_path: Path, log: dict[str, Any], suffix: str | None
-) -> None:
+def test_a_log_becomes_its_events(tmp_path, log, suffix):
     write_files(tmp_path / "raw", log, suffix)
     tables = tmp_path / "tables"
 
@@ -107,7 +105,7 @@ NAMES = [path.name for path in sorted(SHARED.glob("[A-Z]*")) if path.is_dir()]
 
 @pytest.mark.shared_data
 @pytest.mark.parametrize("name", NAMES or [""])
-def test_a_reported_log_becomes_its_true_events(tmp_path: Path, name: str) -> None:
+def test_a_reported_log_becomes_its_true_events(tmp_path, name):
     case = SHARED_LOGS.get(name, {})
     path, changes = SHARED / name / "src.yaml", case.get("mapping", {})
     mapping = yaml.safe_load(path.read_text("utf-8-sig")) if path.exists() else {}

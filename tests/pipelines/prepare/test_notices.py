@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.fixtures.commands import prepare_log, write_rows
@@ -28,13 +25,8 @@ SOURCE = {
     ],
 )
 def test_what_makes_metrics_worse_is_warned_of(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    users: int,
-    events: int,
-    settings: dict[str, Any],
-    fragments: list[str],
-) -> None:
+    tmp_path, capsys, users, events, settings, fragments
+):
     """Each user has an event every three days."""
     rows = [
         {

@@ -7,10 +7,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -61,7 +59,7 @@ def list_parts(tables: Path) -> set[str]:
     return {part.path for manifest in manifests for part in manifest.files}
 
 
-def test_finished_tables_are_kept_until_overwritten(tmp_path: Path) -> None:
+def test_finished_tables_are_kept_until_overwritten(tmp_path):
     raw, out = write_log(tmp_path), tmp_path / "out"
     first = prepare_log(MAPPING, raw, out)
     hashes, write_times = read_hashes(out), read_write_times(out)
@@ -92,7 +90,7 @@ def test_finished_tables_are_kept_until_overwritten(tmp_path: Path) -> None:
     assert {path.name for path in out.rglob("*.parquet")} == list_parts(out)
 
 
-def test_a_run_that_failed_is_continued_with_another_mapping(tmp_path: Path) -> None:
+def test_a_run_that_failed_is_continued_with_another_mapping(tmp_path):
     raw, out = write_log(tmp_path), tmp_path / "out"
     unmatched = merge(MAPPING, {"prepare": {"min_matched": 1}})
     with pytest.raises(UserError, match="min_matched"):
@@ -105,9 +103,7 @@ def test_a_run_that_failed_is_continued_with_another_mapping(tmp_path: Path) -> 
     assert "label_like" not in read_rows(out, "events")[0]
 
 
-def test_tables_beside_their_log_are_neither_read_nor_written_over(
-    tmp_path: Path,
-) -> None:
+def test_tables_beside_their_log_are_neither_read_nor_written_over(tmp_path):
     """The pattern of the event files also matches the Parquet files of the tables."""
     (tmp_path / "events").mkdir()
     rows = [{k: row[k] for k in ("user", "item", "ms")} for row in draw_days(1)[0][1:]]
@@ -122,7 +118,7 @@ def test_tables_beside_their_log_are_neither_read_nor_written_over(
     assert prepare_log(mapping, tmp_path, tmp_path / "tables") == first
 
 
-def test_a_failed_overwrite_and_a_second_writer_change_nothing(tmp_path: Path) -> None:
+def test_a_failed_overwrite_and_a_second_writer_change_nothing(tmp_path):
     raw, out = write_log(tmp_path), tmp_path / "out"
     prepare_log(MAPPING, raw, out)
     (out / "events/notes.txt").write_text("mine")
@@ -141,10 +137,8 @@ def test_a_failed_overwrite_and_a_second_writer_change_nothing(tmp_path: Path) -
     [lambda results: results[:-1], lambda results: [*results, results[-1]]],
 )
 def test_a_partition_that_the_exchange_loses_or_repeats_is_an_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[list[Any]], list[Any]],
-) -> None:
+    tmp_path, monkeypatch, change
+):
     exchange = Executor.exchange
     monkeypatch.setattr(
         Executor, "exchange", lambda *words: iter(change(list(exchange(*words))))
@@ -154,9 +148,7 @@ def test_a_partition_that_the_exchange_loses_or_repeats_is_an_error(
         prepare_log(MAPPING, write_log(tmp_path), tmp_path / "out")
 
 
-def test_files_that_were_appended_may_go_and_the_pattern_may_grow(
-    tmp_path: Path,
-) -> None:
+def test_files_that_were_appended_may_go_and_the_pattern_may_grow(tmp_path):
     raw, out = write_log(tmp_path), tmp_path / "out"
     narrow = MAPPING | {"files": "log_0.jsonl"}
     prepare_log(narrow, raw, out, append=True)
@@ -187,8 +179,8 @@ STEADY_LINE = json.dumps(STEADY[-1]) + "\n"
     ],
 )
 def test_a_log_that_cannot_be_appended_is_refused_and_leaves_the_tables(
-    tmp_path: Path, files: dict[str, str], changes: Row, words: str
-) -> None:
+    tmp_path, files, changes, words
+):
     raw, out = write_log(tmp_path), tmp_path / "out"
     base = merge(MAPPING, {"prepare": {"core": 0, "ties": "log_order"}})
     if not {"user", "files", "prepare"} & changes.keys():
@@ -204,7 +196,7 @@ def test_a_log_that_cannot_be_appended_is_refused_and_leaves_the_tables(
     assert read_content(out) == before
 
 
-def test_a_new_file_may_have_no_rows_or_lack_a_column(tmp_path: Path) -> None:
+def test_a_new_file_may_have_no_rows_or_lack_a_column(tmp_path):
     mapping = {
         "files": "log_*.csv",
         "user": "u",
@@ -225,7 +217,7 @@ def test_a_new_file_may_have_no_rows_or_lack_a_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_local")
-def test_pieces_of_large_files_on_ray_keep_the_order_of_the_log(tmp_path: Path) -> None:
+def test_pieces_of_large_files_on_ray_keep_the_order_of_the_log(tmp_path):
     draw, padding = random.Random(0), "x" * 4000
     for number in range(2):
         rows = [
@@ -272,7 +264,7 @@ prepare_log(MAPPING, folder / "raw", folder / "grown", append=True)
 
 
 @pytest.mark.exhaustive
-def test_a_killed_append_leaves_the_tables_before_or_after_it(tmp_path: Path) -> None:
+def test_a_killed_append_leaves_the_tables_before_or_after_it(tmp_path):
     raw, grown = write_log(tmp_path), tmp_path / "grown"
     prepare_log(MAPPING | {"files": "log_0.jsonl"}, raw, grown, append=True)
     before = content = read_content(grown)

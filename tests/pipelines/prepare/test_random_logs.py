@@ -249,9 +249,7 @@ def make_random_mapping(kind: str, config: Row, flags: list[bool], keep: str) ->
 # Each run draws other examples.
 @settings(max_examples=5, phases=[Phase.generate])
 @given(data=st.data())
-def test_tables_of_random_logs(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
-) -> None:
+def test_tables_of_random_logs(tmp_path_factory, kind, data):
     config = data.draw(SETTINGS[kind])
     flags = data.draw(st.lists(st.booleans(), min_size=2, max_size=2))
     keep = data.draw(st.sampled_from(["all", "used"]))
@@ -302,8 +300,8 @@ def draw_days(count: int = NUM_FILES, seed: int = 0) -> list[list[Row]]:
     ],
 )
 def test_tables_that_grow_on_ray_in_partitions_equal_those_of_one_process(
-    tmp_path: Path, kind: str, config: Row
-) -> None:
+    tmp_path, kind, config
+):
     mapping = make_random_mapping(kind, config, [False, False], "used")
 
     check_log(tmp_path, draw_days(), mapping, partitions=3)

@@ -108,14 +108,8 @@ def is_like_rows(row: Sequence[str], **dialect: Any) -> bool:
     block=st.sampled_from([7, 50, 1 << 20]),
 )
 def test_csv_is_read_as_python_reads_it(
-    tmp_path: Path,
-    table: list[tuple],
-    delimiter: str,
-    quoting: int,
-    line_end: str,
-    escape: str,
-    block: int,
-) -> None:
+    tmp_path, table, delimiter, quoting, line_end, escape, block
+):
     # csv.writer does not quote a carriage return within a value by itself
     has_carriage_return = any("\r" in value for row in table for value in row)
     dialect: dict[str, Any] = {
@@ -164,8 +158,8 @@ SEVERAL_LINES = st.text(st.sampled_from("abü\n"), max_size=6)
     size=st.integers(3, 300) | st.just(4000),
 )
 def test_the_pieces_of_a_csv_file_have_all_its_rows_in_order(
-    tmp_path: Path, table: list[tuple], line_end: str, size: int
-) -> None:
+    tmp_path, table, line_end, size
+):
     table = [row for row in table if not is_like_rows(row, delimiter=",")]
     text = format_csv([HEADER, *table], lineterminator=line_end)
     path = tmp_path / "log.csv"
@@ -178,9 +172,7 @@ def test_the_pieces_of_a_csv_file_have_all_its_rows_in_order(
 
 
 @pytest.mark.parametrize("compression", ["gzip", "bz2", "zstd"])
-def test_compression_is_recognized_whatever_the_name_of_the_file(
-    tmp_path: Path, compression: str
-) -> None:
+def test_compression_is_recognized_whatever_the_name_of_the_file(tmp_path, compression):
     path = tmp_path / "log.csv"
     raw = "a,b\n" + "".join(f"{n},ü{n}\n" for n in range(500))
     with pa.output_stream(path, compression=compression) as stream:
@@ -192,9 +184,7 @@ def test_compression_is_recognized_whatever_the_name_of_the_file(
     assert split_file(str(path), Files(), 10) == [None]
 
 
-def test_a_stray_quote_among_quoted_values_breaks_its_line_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_stray_quote_among_quoted_values_breaks_its_line_alone(tmp_path):
     generator = random.Random(0)
     values = ["plain", "a, b", 'say "x"', ""]
     table = [
@@ -257,8 +247,8 @@ def objects(draw: st.DrawFn) -> list[dict[str, Any]]:
     block=st.sampled_from([16, 1 << 20]),
 )
 def test_json_lines_are_read_as_python_reads_them(
-    tmp_path: Path, objects: list[dict], ascii: bool, size: int | None, block: int
-) -> None:
+    tmp_path, objects, ascii, size, block
+):
     path = tmp_path / "log.jsonl"
     write_json_lines(path, objects, ascii)
 
@@ -274,9 +264,7 @@ def test_json_lines_are_read_as_python_reads_them(
     st.lists(WORDS | FLOATS | st.integers(-(2**70), 2**70), min_size=1, max_size=9)
     | st.lists(WORDS | st.booleans(), min_size=1, max_size=9)
 )
-def test_json_values_of_several_types_become_text(
-    tmp_path: Path, values: list[Any]
-) -> None:
+def test_json_values_of_several_types_become_text(tmp_path, values):
     path = tmp_path / "log.jsonl"
     write_json_lines(path, [{"a": value} for value in values])
 
@@ -318,7 +306,7 @@ PARQUET_COLUMNS: dict[str, tuple[pa.DataType, list[Any]]] = {
 
 
 @pytest.mark.parametrize("size", [None, 300, 1000])
-def test_every_type_of_parquet_is_read(tmp_path: Path, size: int | None) -> None:
+def test_every_type_of_parquet_is_read(tmp_path, size):
     path = tmp_path / "log.parquet"
     arrays = {
         name: pa.array(values, type_)
@@ -344,7 +332,7 @@ def test_every_type_of_parquet_is_read(tmp_path: Path, size: int | None) -> None
         assert read_values == expected, name
 
 
-def test_the_ids_of_a_log_are_those_of_a_served_request(tmp_path: Path) -> None:
+def test_the_ids_of_a_log_are_those_of_a_served_request(tmp_path):
     """A served request cleans its ids by `clean_id`."""
     draw = random.Random(0)
     parts = ["a", "0", "1", "5", ".0", "e3", "-", "+", " ", "\xa0", "\u200b", "é", "Å"]

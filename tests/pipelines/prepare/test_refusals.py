@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,9 +19,7 @@ MISTAKES = Path(__file__).parents[3] / "../shared/cases/d5/shop/mistakes"
     [(kind, *refused) for kind, log in LOGS.items() for refused in log["refused"]],
     ids=str,
 )
-def test_a_change_of_the_mapping_is_refused(
-    tmp_path: Path, kind: str, changes: dict[str, Any], fragment: str
-) -> None:
+def test_a_change_of_the_mapping_is_refused(tmp_path, kind, changes, fragment):
     for name, content in LOGS[kind]["files"].items():
         (tmp_path / name).write_text(content)
 
@@ -36,7 +33,7 @@ def test_a_change_of_the_mapping_is_refused(
 
 
 @pytest.mark.parametrize("kind", LOGS)
-def test_the_unchanged_logs_are_prepared(tmp_path: Path, kind: str) -> None:
+def test_the_unchanged_logs_are_prepared(tmp_path, kind):
     for name, content in LOGS[kind]["files"].items():
         (tmp_path / name).write_text(content)
 
@@ -57,7 +54,7 @@ def test_the_unchanged_logs_are_prepared(tmp_path: Path, kind: str) -> None:
         ("tab", "line 3"),
     ],
 )
-def test_a_newcomers_mistake_is_named(tmp_path: Path, name: str, fragment: str) -> None:
+def test_a_newcomers_mistake_is_named(tmp_path, name, fragment):
     mapping = (MISTAKES / f"{name}.yaml").read_text()
     mapping = mapping.replace("split: {kind:", "split: {by:")  # an earlier word
 

@@ -26,9 +26,7 @@ def draw_log(folder: Path, kind: str, settings: Settings) -> pl.DataFrame:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [(200, 60, 2000), (1, 36, 1), (50, 1000, 50)])
-def test_sizes_are_exact_and_equal_settings_give_equal_rows(
-    tmp_path: Path, kind: str, sizes: tuple[int, int, int]
-) -> None:
+def test_sizes_are_exact_and_equal_settings_give_equal_rows(tmp_path, kind, sizes):
     settings = Settings(*sizes, seed=1, files=3)
     log = draw_log(tmp_path / "a", kind, settings)
 
@@ -40,9 +38,7 @@ def test_sizes_are_exact_and_equal_settings_give_equal_rows(
     assert len(log) == sizes[2] * (10 if kind == "search" else 1)
 
 
-def test_items_follow_from_the_last_item_and_not_from_popularity(
-    tmp_path: Path,
-) -> None:
+def test_items_follow_from_the_last_item_and_not_from_popularity(tmp_path):
     log = draw_log(tmp_path, "retrieval", Settings()).sort("user_id", "timestamp_ms")
 
     last = pl.col("item_id").shift().over("user_id").alias("last")
@@ -56,9 +52,7 @@ def test_items_follow_from_the_last_item_and_not_from_popularity(
     assert popular / len(log) < 0.15
 
 
-def test_clicks_follow_the_query_the_position_and_the_class_of_makers(
-    tmp_path: Path,
-) -> None:
+def test_clicks_follow_the_query_the_position_and_the_class_of_makers(tmp_path):
     settings = Settings(1000, taste="class", disliked_click=0.05)
     log = draw_log(tmp_path, "search", settings)
 
@@ -77,7 +71,7 @@ def test_clicks_follow_the_query_the_position_and_the_class_of_makers(
     assert log.filter(pl.col("dwell_ms").is_null() == pl.col("click")).is_empty()
 
 
-def test_users_like_dogs_or_cats_among_items_that_all_are_shown(tmp_path: Path) -> None:
+def test_users_like_dogs_or_cats_among_items_that_all_are_shown(tmp_path):
     settings = Settings(200, 3000, 60_000, shown_days=7)
     log = draw_log(tmp_path, "actions", settings)
 
@@ -94,7 +88,7 @@ def test_users_like_dogs_or_cats_among_items_that_all_are_shown(tmp_path: Path) 
     assert 6 < shown["days"].max() <= 8
 
 
-def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
         draw_log(tmp_path, "retrieval", Settings())

@@ -46,7 +46,7 @@ LOGS = yaml.safe_load((Path(__file__).parent / "cases/suggested.yaml").read_text
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_columns_are_recognized_or_in_doubt(tmp_path: Path, name: str) -> None:
+def test_columns_are_recognized_or_in_doubt(tmp_path, name):
     log = LOGS[name]
 
     mapping, doubts, events = suggest_and_read(tmp_path, {log["file"]: log["rows"]})
@@ -59,14 +59,14 @@ def test_columns_are_recognized_or_in_doubt(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.shared_data
-def test_a_coordinate_is_no_item() -> None:
+def test_a_coordinate_is_no_item():
     suggestion = suggest(str(SHARED / "cases/d4_suggest_coordinate_as_item/log"))
 
     assert "item: c5" in suggestion.text
     assert len(suggestion.doubts) == 2
 
 
-def test_texts_are_in_the_file_with_the_column_of_items(tmp_path: Path) -> None:
+def test_texts_are_in_the_file_with_the_column_of_items(tmp_path):
     items = "ARTICLE;Title;stars;picture\n" + "".join(
         f"a{n};thing {n};{n};http://x/{n}\n" for n in range(5)
     )
@@ -85,7 +85,7 @@ def test_texts_are_in_the_file_with_the_column_of_items(tmp_path: Path) -> None:
     assert doubts == []
 
 
-def test_a_file_of_items_decides_between_two_columns(tmp_path: Path) -> None:
+def test_a_file_of_items_decides_between_two_columns(tmp_path):
     log = LOGS["Amazon 2023"]
     meta = '{"parent_asin": "B00", "title": "Car"}\n{"parent_asin": "B01", "title": "Bus"}\n'
 
@@ -96,7 +96,7 @@ def test_a_file_of_items_decides_between_two_columns(tmp_path: Path) -> None:
     assert (mapping["item"], doubts) == ("parent_asin", [])
 
 
-def test_outcomes_are_labels_and_nothing_is_a_feature(tmp_path: Path) -> None:
+def test_outcomes_are_labels_and_nothing_is_a_feature(tmp_path):
     log = LOGS["KuaiRand"]
 
     mapping, _, _ = suggest_and_read(tmp_path, {log["file"]: log["rows"]}, "actions")
@@ -126,9 +126,7 @@ def test_outcomes_are_labels_and_nothing_is_a_feature(tmp_path: Path) -> None:
         ("simulated searches", {"click", "purchase", "dwell_ms"}),
     ],
 )
-def test_a_search_log_has_queries_and_clicks(
-    tmp_path: Path, name: str, labels: set[str]
-) -> None:
+def test_a_search_log_has_queries_and_clicks(tmp_path, name, labels):
     log = LOGS[name]
 
     mapping, _, _ = suggest_and_read(tmp_path, {log["file"]: log["rows"]})
@@ -140,7 +138,7 @@ def test_a_search_log_has_queries_and_clicks(
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
-def test_an_encoding_is_detected(tmp_path: Path, encoding: str) -> None:
+def test_an_encoding_is_detected(tmp_path, encoding):
     content = SALES.replace("c1", "é").encode(encoding)
 
     mapping, _, events = suggest_and_read(tmp_path, {"log.csv": content})
@@ -157,9 +155,7 @@ def test_an_encoding_is_detected(tmp_path: Path, encoding: str) -> None:
         ("dt=2024-01-05/events.csv", "dt=2024-01-06/events.csv"),
     ],
 )
-def test_the_pattern_matches_the_file_of_the_next_day(
-    tmp_path: Path, name: str, next_name: str
-) -> None:
+def test_the_pattern_matches_the_file_of_the_next_day(tmp_path, name, next_name):
     content = SALES.encode()
     if name.endswith(".gz"):
         content = gzip.compress(content)
@@ -189,7 +185,7 @@ def test_the_pattern_matches_the_file_of_the_next_day(
         ("user,item,birth_date\n1,3,2001-01-01\n2,4,2002-02-02\n", "time"),
     ],
 )
-def test_a_doubt_is_a_question_in_the_file(tmp_path: Path, text: str, key: str) -> None:
+def test_a_doubt_is_a_question_in_the_file(tmp_path, text, key):
     (tmp_path / "log.csv").write_text(text)
 
     [line] = suggest(str(tmp_path)).doubts
@@ -198,7 +194,7 @@ def test_a_doubt_is_a_question_in_the_file(tmp_path: Path, text: str, key: str) 
     assert line.endswith("?")
 
 
-def test_the_command_writes_a_new_file(tmp_path: Path) -> None:
+def test_the_command_writes_a_new_file(tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/log.csv").write_text(SALES)
     output = tmp_path / "source.yaml"
@@ -214,16 +210,14 @@ def test_the_command_writes_a_new_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "station,temperature\nOslo,3.5\nRoma,20.25\n", "hello\n"]
 )
-def test_a_folder_without_a_log_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_folder_without_a_log_is_refused(tmp_path, text):
     (tmp_path / "weather.csv").write_text(text)
 
     with pytest.raises(UserError, match="users and items"):
         suggest(str(tmp_path))
 
 
-def test_a_dry_run_prints_the_first_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_first_rows(tmp_path, capsys):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/log.csv").write_text(SALES + "c1,a1,soon\n")
     source, output = tmp_path / "source.yaml", str(tmp_path / "tables")

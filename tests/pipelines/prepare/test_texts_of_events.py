@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 from core.tables import read_manifest
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
@@ -34,7 +33,7 @@ def draw_rows(seed: int, begin: int) -> list[Row]:
     ]
 
 
-def test_an_item_has_its_latest_text_before_validation(tmp_path: Path) -> None:
+def test_an_item_has_its_latest_text_before_validation(tmp_path):
     rows: list[Row] = []
     for piece in range(2):
         rows += draw_rows(piece, piece * 100_000)

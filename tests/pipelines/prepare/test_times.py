@@ -79,7 +79,7 @@ def parse_columns(
     return [[row[f"known_{name}"] for row in events] for name in labels]
 
 
-def test_times_are_parsed_as_python_parses_them(tmp_path: Path) -> None:
+def test_times_are_parsed_as_python_parses_them(tmp_path):
     draw = random.Random(0)
     moments = [
         datetime(1980, 1, 4)
@@ -136,7 +136,7 @@ def test_times_are_parsed_as_python_parses_them(tmp_path: Path) -> None:
         assert parsed == right, (keys, texts[0])
 
 
-def test_the_hour_that_a_clock_change_repeats_or_skips(tmp_path: Path) -> None:
+def test_the_hour_that_a_clock_change_repeats_or_skips(tmp_path):
     """The first of two equal hours is used; a skipped hour is read as Python does."""
     texts = ["2023-10-29 02:30:00", "2023-10-29 03:10:00", "2023-03-26 02:30:00"]
     texts.append("2023-01-01 01:00:00")

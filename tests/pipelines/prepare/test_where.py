@@ -47,7 +47,7 @@ def is_taken(row: Row) -> bool:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+def taken(tmp_path_factory) -> tuple[Path, list[Row]]:
     """Tables of a log with a condition, in two appended pieces, and its rows."""
     folder = tmp_path_factory.mktemp("where")
     rows: list[Row] = []
@@ -61,9 +61,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
     return folder, rows
 
 
-def test_taken_rows_are_those_of_a_log_that_was_filtered_before(
-    taken: tuple[Path, list[Row]], tmp_path: Path
-) -> None:
+def test_taken_rows_are_those_of_a_log_that_was_filtered_before(taken, tmp_path):
     folder, rows = taken
     write_rows(tmp_path / "log.csv", [row for row in rows if is_taken(row)])
     prepare_log(MAPPING, tmp_path, tmp_path / "tables")
@@ -81,16 +79,14 @@ def test_taken_rows_are_those_of_a_log_that_was_filtered_before(
     assert info["rows_left_out"] == len(rows) - info["rows_read"]
 
 
-def test_items_have_their_own_condition(taken: tuple[Path, list[Row]]) -> None:
+def test_items_have_their_own_condition(taken):
     tables = taken[0] / "tables"
     names = {row["item_id"]: row["text_name"] for row in read_rows(tables, "items")}
     assert names == {f"i{n}": None if n % 2 else f"name {n}" for n in range(5)}
     assert read_manifest(f"{tables}/items").info["rows_left_out"] == 2
 
 
-def test_a_day_whose_rows_are_all_left_out_adds_no_event(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_day_whose_rows_are_all_left_out_adds_no_event(tmp_path, capsys):
     mapping = MAPPING | {
         "files": "log*.jsonl",
         "item": "one",
@@ -111,14 +107,12 @@ def test_a_day_whose_rows_are_all_left_out_adds_no_event(
     assert "where: 301 rows left out, and no others" in printed
 
 
-def test_the_audit_names_a_column_that_it_cannot_check(
-    taken: tuple[Path, list[Row]],
-) -> None:
+def test_the_audit_names_a_column_that_it_cannot_check(taken):
     [note] = [rule.note for rule in audit(f"{taken[0]}/tables") if rule.name == "rows"]
     assert "events have no n" in note
 
 
-def test_the_audit_finds_a_row_that_the_condition_leaves_out(tmp_path: Path) -> None:
+def test_the_audit_finds_a_row_that_the_condition_leaves_out(tmp_path):
     rows = [row for row in draw_rows(300, 3) if row["customer"]]
     write_rows(tmp_path / "log.csv", rows)
     prepare_log(MAPPING | {"where": "kind = 'view'"}, tmp_path, tmp_path / "raw")

@@ -4,7 +4,6 @@ where the log ends.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,8 +75,8 @@ def assert_counts_equal_probes(
     [(None, 0, 30), (3, 0, 0), (None, 600, 0)],
 )
 def test_counts_as_of_a_moment_equal_those_of_a_search_at_that_moment(
-    tmp_path: Path, partitions: int | None, click_delay_minutes: float, delay: float
-) -> None:
+    tmp_path, partitions, click_delay_minutes, delay
+):
     rows = draw_searches()
     times = sorted(row["ms"] for row in rows)
     labels = {"click": {"delay_minutes": click_delay_minutes}}
@@ -111,9 +110,7 @@ def test_counts_as_of_a_moment_equal_those_of_a_search_at_that_moment(
         )
 
 
-def test_another_moment_replaces_the_counts_and_no_other_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_moment_replaces_the_counts_and_no_other_table(tmp_path, capsys):
     rows = draw_searches()
     first, second = rows[0]["ms"], rows[1]["ms"]
 

@@ -52,7 +52,7 @@ def write_pages(folder: Path) -> None:
     pl.DataFrame(rows).write_csv(folder / "log.csv")
 
 
-def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None:
+def test_scores_of_a_log_without_queries_have_query_null(tmp_path):
     write_pages(tmp_path)
     tables, output = str(tmp_path / "tables"), str(tmp_path / "scores")
     mapping = {**SOURCE, "prepare": SETTINGS}
@@ -72,7 +72,7 @@ def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None
     assert manifest.info.candidates == result.metrics["candidates"] > 0
 
 
-def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
+def test_a_log_without_clock_times_has_no_count_windows(tmp_path):
     rows = [row | {"ms": number} for number, row in enumerate(draw_searches(60))]
     changes = {"time": {"unit": "order"}, "prepare": {"split": None}}
     options = {"split.by": "leave_last_out"}

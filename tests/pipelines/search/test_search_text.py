@@ -52,7 +52,7 @@ SOURCE = (
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+def bert(tmp_path_factory) -> str:
     """Folder of a random BERT of width 16 whose vocabulary is the words of simulated
     items.
     """
@@ -61,7 +61,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+def tables(tmp_path_factory, ray_local) -> str:
     """Tables of a small simulated log, in two parts."""
     folder = tmp_path_factory.mktemp("text")
     sizes = {"users": 20, "items": 50, "events": 60, "seed": 3}
@@ -105,9 +105,7 @@ CONFIG = TextConfig(max_tokens=24, batch_size=7, workers=1)
 
 
 @pytest.fixture(scope="module")
-def encoded(
-    tables: str, bert: str, tmp_path_factory: pytest.TempPathFactory
-) -> Encoded:
+def encoded(tables, bert, tmp_path_factory) -> Encoded:
     """Embeddings of the log, with pairs in parts of 100."""
     folder = str(tmp_path_factory.mktemp("encoded"))
     with pytest.MonkeyPatch.context() as patch:
@@ -119,8 +117,8 @@ def encoded(
 
 
 def test_every_item_query_and_pair_is_encoded_once_and_as_if_alone(
-    tables: str, bert: str, encoded: Encoded
-) -> None:
+    tables, bert, encoded
+):
     items, queries = read_texts(tables)
     encoder = TextEncoder(bert, "cls", 24, 1)
 
@@ -140,9 +138,7 @@ def test_every_item_query_and_pair_is_encoded_once_and_as_if_alone(
     assert manifest.inputs["sequences"] == sequences.hash
 
 
-def test_tfidf_replaces_the_embeddings(
-    tables: str, encoded: Encoded, tmp_path: Path
-) -> None:
+def test_tfidf_replaces_the_embeddings(tables, encoded, tmp_path):
     output = str(shutil.copytree(encoded.folder, tmp_path / "text"))
 
     job.run(
@@ -159,8 +155,8 @@ def test_tfidf_replaces_the_embeddings(
 
 
 def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
-    tmp_path: Path, ray_local: None
-) -> None:
+    tmp_path, ray_local
+):
     raw = tmp_path / "raw"
     raw.mkdir()
     rows = [
@@ -246,11 +242,8 @@ def load_served(bundle: Path) -> ServedModel:
 
 @pytest.mark.parametrize("encoder", ["tfidf", "bert"])
 def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
-    tables: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    encoder: str,
-) -> None:
+    tables, tmp_path, request, encoder
+):
     text = str(tmp_path / "text")
     name = request.getfixturevalue("bert") if encoder == "bert" else encoder
     config = TextConfig(max_tokens=24, svd=12)

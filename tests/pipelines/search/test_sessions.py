@@ -58,20 +58,18 @@ def prepare_sessions(folder: Path, **options: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+def plain(tmp_path_factory) -> str:
     """Tables of the log without sessions."""
     return prepare_searches(tmp_path_factory.mktemp("plain"), SEARCHES)
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tables(tmp_path_factory) -> str:
     """Tables of the log with sessions."""
     return prepare_sessions(tmp_path_factory.mktemp("sessions"))
 
 
-def test_histories_are_clicks_and_sessions_strictly_before_the_search(
-    plain: str, tables: str
-) -> None:
+def test_histories_are_clicks_and_sessions_strictly_before_the_search(plain, tables):
     ids = read_column(tables, "items", "item_id")
     assert ids == read_column(plain, "items", "item_id")
     distinct = SESSIONS.drop_duplicates()
@@ -152,27 +150,21 @@ def count_another(rows: list[Row], info: Row) -> None:
         (count_another, {"counts"}),
     ],
 )
-def test_a_planted_violation_of_sessions_is_reported(
-    change: Any, rule: set[str], tables: str, tmp_path: Path
-) -> None:
+def test_a_planted_violation_of_sessions_is_reported(change, rule, tables, tmp_path):
     copied = copy_with_change(tables, tmp_path, change)
 
     assert find_violations(tables) == {}
     assert find_violations(copied).keys() == rule
 
 
-def test_truncated_histories_with_sessions_pass_the_audit(
-    tmp_path: Path,
-) -> None:
+def test_truncated_histories_with_sessions_pass_the_audit(tmp_path):
     tables = prepare_sessions(tmp_path, max_events=9)
 
     assert read_manifest(f"{tables}/sequences").info["truncated_users"] > 0
     assert find_violations(tables) == {}
 
 
-def test_served_requests_with_sessions_have_the_scores_of_the_tables(
-    tables: str, tmp_path: Path
-) -> None:
+def test_served_requests_with_sessions_have_the_scores_of_the_tables(tables, tmp_path):
     setup, served = serve_ranker({"name": "qgs"}, tmp_path, tables, None, max_history=8)
     requests, expected_scores = build_search_requests(setup, tables, max_history=8)
 

@@ -24,9 +24,7 @@ from pipelines.prepare.sequences.counts import NO_GAP, window_counts
     ),
     delay=st.integers(0, 4),
 )
-def test_counts_and_gap_equal_brute_force(
-    events: list[tuple[int, int, bool]], windows: list[int], delay: int
-) -> None:
+def test_counts_and_gap_equal_brute_force(events, windows, delay):
     windows = [delay + window for window in windows]
     key = np.array([event[0] for event in events], dtype=np.int64)
     times = np.array([event[1] for event in events], dtype=np.int64)

@@ -12,7 +12,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,15 +93,13 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Create the folder of the MLflow store, tables and checkpoints."""
     return tmp_path_factory.mktemp("ray_serve")
 
 
 @pytest.fixture(scope="module")
-def service(
-    ray_local: None, new_store: Callable[[Path], str], folder: Path
-) -> Iterator[Service]:
+def service(ray_local, new_store, folder) -> Iterator[Service]:
     """Serve a search model and a retrieval model by Ray Serve."""
     uri = new_store(folder)
     tables, text = write_search(folder / "search")
@@ -130,7 +128,7 @@ def service(
     serve.shutdown()
 
 
-def test_unbatched_answers_equal_predict_bit_for_bit(service: Service) -> None:
+def test_unbatched_answers_equal_predict_bit_for_bit(service):
     torch.set_num_threads(1)  # as in a replica
     single_rows = [[row] for row in service.requests]
     for rows in (*single_rows, service.requests):
@@ -142,7 +140,7 @@ def test_unbatched_answers_equal_predict_bit_for_bit(service: Service) -> None:
     assert states == {"RUNNING": 2}
 
 
-def test_half_sent_requests_do_not_stop_a_replica(service: Service) -> None:
+def test_half_sent_requests_do_not_stop_a_replica(service):
     url = urlsplit(service.qgs.url)
     head = f"POST {url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{"
     rows = service.requests[:1]
@@ -162,7 +160,7 @@ def test_half_sent_requests_do_not_stop_a_replica(service: Service) -> None:
     assert error.value.code == 413
 
 
-def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
+def test_a_client_that_leaves_is_no_error_of_the_server():
     async def receive() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
@@ -170,7 +168,7 @@ def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
         asyncio.run(read_body(Request({"type": "http"}, receive)))
 
 
-def test_requests_of_a_batch_are_answered_independently(service: Service) -> None:
+def test_requests_of_a_batch_are_answered_independently(service):
     tiger = service.tiger
     torch.set_num_threads(1)
     expected = [tiger.predict([row], k=3) for row in HISTORIES]
@@ -223,9 +221,7 @@ def test_requests_of_a_batch_are_answered_independently(service: Service) -> Non
 
 
 @pytest.mark.exhaustive
-def test_a_replica_follows_an_alias_while_it_answers(
-    service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_follows_an_alias_while_it_answers(service, folder, monkeypatch):
     tables, text = str(folder / "search/tables"), str(folder / "search/text")
     row = max(service.requests, key=lambda row: len(row["history"]))
     uri = f"sqlite:///{folder}/mlflow.db"
@@ -294,7 +290,7 @@ def test_a_replica_follows_an_alias_while_it_answers(
     serve.delete("followed")
 
 
-def test_the_kubernetes_service_is_a_valid_serve_config() -> None:
+def test_the_kubernetes_service_is_a_valid_serve_config():
     service = yaml.safe_load(
         (Path(__file__).parents[3] / "deploy/serve.yaml").read_text()
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,7 @@ LONG = ["qgs", SEARCH | {"query": "q" * 10_001}, "at most 10000 characters"]
 
 
 @pytest.fixture(scope="module")
-def served(
-    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, PyFuncModel]:
+def served(new_store, tmp_path_factory) -> dict[str, PyFuncModel]:
     """Register a model of each kind, and load the models by MLflow."""
     folder = tmp_path_factory.mktemp("refused")
     uri = new_store(folder)
@@ -53,7 +50,7 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def servers(served: dict[str, PyFuncModel]) -> Servers:
+def servers(served) -> Servers:
     """Return clients of each model's replica, without batches, and MLflow's server."""
 
     clients = {}
@@ -81,26 +78,17 @@ def read_refusal(client: TestClient, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("name", "row", "reason"), [*REFUSED["rows"], LONG])
-def test_both_servers_refuse_invalid_rows_in_one_line(
-    name: str,
-    row: dict[str, Any],
-    reason: str,
-    servers: Servers,
-) -> None:
+def test_both_servers_refuse_invalid_rows_in_one_line(name, row, reason, servers):
     for client in servers[name]:
         assert reason in read_refusal(client, {"dataframe_records": [row]})
 
 
 @pytest.mark.parametrize(("body", "reason"), REFUSED["bodies"])
-def test_a_replica_refuses_invalid_bodies_in_one_line(
-    body: dict[str, Any], reason: str, servers: Servers
-) -> None:
+def test_a_replica_refuses_invalid_bodies_in_one_line(body, reason, servers):
     assert reason in read_refusal(servers["tiger"][0], body)
 
 
-def test_both_servers_give_the_same_answers(
-    servers: Servers,
-) -> None:
+def test_both_servers_give_the_same_answers(servers):
     body = RECORDS | {"params": {"k": 3, "allowed": ["item-002"]}}
     for client in servers["tiger"]:
         (prediction,) = client.post("/invocations", json=body).json()["predictions"]
@@ -112,9 +100,7 @@ def test_both_servers_give_the_same_answers(
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain"])
-def test_a_body_that_is_not_declared_as_json_is_refused(
-    servers: Servers, content_type: str | None
-) -> None:
+def test_a_body_that_is_not_declared_as_json_is_refused(servers, content_type):
     headers = {"Content-Type": content_type} if content_type else {}
     answer = servers["tiger"][0].post(
         "/invocations", content=json.dumps(RECORDS), headers=headers
@@ -124,9 +110,7 @@ def test_a_body_that_is_not_declared_as_json_is_refused(
     assert "not application/json" in answer.json()["message"]
 
 
-def test_an_answer_repeats_at_most_200_characters_of_a_value(
-    servers: Servers,
-) -> None:
+def test_an_answer_repeats_at_most_200_characters_of_a_value(servers):
     word = "x" * 100_000
     for body in (
         RECORDS | {word: 1},
@@ -152,9 +136,7 @@ def test_an_answer_repeats_at_most_200_characters_of_a_value(
         ({"dataframe_records": [{f"x{n}": 1 for n in range(200_000)}]}, "records.0"),
     ],
 )
-def test_a_body_is_refused_in_time_in_proportion_to_its_length(
-    body: dict[str, Any], reason: str, servers: Servers
-) -> None:
+def test_a_body_is_refused_in_time_in_proportion_to_its_length(body, reason, servers):
     def measure() -> float:
         start = time.process_time()
         assert reason in read_refusal(servers["tiger"][0], body)
@@ -164,9 +146,7 @@ def test_a_body_is_refused_in_time_in_proportion_to_its_length(
     assert min(measure() for _ in range(3)) < 2
 
 
-def test_the_page_of_a_replica_has_the_fields_of_a_request(
-    servers: Servers,
-) -> None:
+def test_the_page_of_a_replica_has_the_fields_of_a_request(servers):
     api = servers["attn_mvp"][0].get("/openapi.json").json()
 
     content = api["paths"]["/invocations"]["post"]["requestBody"]["content"]
@@ -175,9 +155,7 @@ def test_the_page_of_a_replica_has_the_fields_of_a_request(
     assert {"history", "viewer_device", "new_items"} <= fields
 
 
-def test_long_and_short_histories_are_ranked_together_as_alone(
-    served: dict[str, PyFuncModel],
-) -> None:
+def test_long_and_short_histories_are_ranked_together_as_alone(served):
     histories = [["item-001"], ["item-002", "item-003"] * 2000, [], ["item-004"] * 9]
     for params in ({"k": 3}, {"k": 3, "unseen": True}):
         together = served["tiger"].predict(
@@ -206,8 +184,8 @@ def test_long_and_short_histories_are_ranked_together_as_alone(
     ],
 )
 def test_a_note_explains_why_a_ranking_has_fewer_than_k_items(
-    history: list[str], params: dict[str, Any], note: str, served: dict[str, Any]
-) -> None:
+    history, params, note, served
+):
     frame = pd.DataFrame({"history": [history]})
 
     answer = served["tiger"].predict(frame, params=params)
@@ -216,9 +194,7 @@ def test_a_note_explains_why_a_ranking_has_fewer_than_k_items(
     assert bool(note) == (len(answer["item_id"][0]) < params["k"])
 
 
-def test_an_unknown_setting_of_a_server_is_refused(
-    served: dict[str, PyFuncModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_setting_of_a_server_is_refused(served, monkeypatch):
     inner = served["qgs"].unwrap_python_model()
     context = served["qgs"]._model_impl.context
     monkeypatch.setenv("SERVING_MODEL_CONFIG", '{"count": "tables/counts"}')

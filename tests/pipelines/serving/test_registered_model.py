@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,7 @@ print(json.dumps(ranked["item_id"].tolist()))
 
 
 @pytest.fixture(scope="module")
-def folder(
-    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def folder(new_store, tmp_path_factory) -> Path:
     """Log a sweep of two trials; the second one is the best."""
     folder = tmp_path_factory.mktemp("registered")
     write_tables(folder / "small")
@@ -81,9 +78,7 @@ def load_first_trial(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.long
-def test_the_best_trial_of_a_sweep_ranks_the_same_in_a_new_process(
-    folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_best_trial_of_a_sweep_ranks_the_same_in_a_new_process(folder, capsys):
     uri = f"sqlite:///{folder}/mlflow.db"
 
     run(Config(sweep="seeds", tracking_uri=uri, register="small"))
@@ -130,7 +125,7 @@ def test_the_best_trial_of_a_sweep_ranks_the_same_in_a_new_process(
     ]
 
 
-def test_registering_a_checkpoint_again_keeps_its_version(folder: Path) -> None:
+def test_registering_a_checkpoint_again_keeps_its_version(folder):
     run = register_first_trial(folder, "other")
     (version,) = tracking.connect(run.uri).search_model_versions("name = 'other'")
 
@@ -139,7 +134,7 @@ def test_registering_a_checkpoint_again_keeps_its_version(folder: Path) -> None:
     assert len(tracking.connect(run.uri).search_model_versions("name = 'other'")) == 1
 
 
-def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
+def test_unknown_items_are_counted_and_integers_are_ids(folder):
     model = load_first_trial(folder, "counted")
 
     def predict(*histories: Any) -> pd.DataFrame:
@@ -156,9 +151,7 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
         assert predict(history)["item_id"][0] == answers["item_id"][3]
 
 
-def test_visitors_without_a_known_item_get_the_most_popular_allowed_items(
-    folder: Path,
-) -> None:
+def test_visitors_without_a_known_item_get_the_most_popular_allowed_items(folder):
     model = load_first_trial(folder, "popular")
     counts: Counter[str] = Counter()
     for user in read_rows(folder / "small/tables", "sequences"):

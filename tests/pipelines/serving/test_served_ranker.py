@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tests.fixtures.served_models import register_ranker
 
 
 @pytest.fixture(autouse=True)
-def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def store(new_store, tmp_path) -> None:
     """Create the MLflow store in which the models are registered."""
     new_store(tmp_path)
 
@@ -37,7 +36,7 @@ def load_registered(folder: Path, name: str) -> Any:
         return mlflow.pyfunc.load_model(f"models:/{name}/1")
 
 
-def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) -> None:
+def test_a_search_model_warns_of_inputs_without_training_data(tmp_path):
     tables, text = write_search(tmp_path)
     register_ranker(tmp_path, "qgs", tables, text)
     model = load_registered(tmp_path, "qgs").unwrap_python_model()
@@ -99,9 +98,7 @@ FEED = {
 }
 
 
-def test_a_model_of_actions_names_its_inputs_which_may_be_missing(
-    tmp_path: Path,
-) -> None:
+def test_a_model_of_actions_names_its_inputs_which_may_be_missing(tmp_path):
     tables = write_actions(tmp_path, viewers=True)
     setup = register_ranker(tmp_path, "attn_mvp", tables, None)
     model = load_registered(tmp_path, "attn_mvp")
@@ -131,7 +128,7 @@ def test_a_model_of_actions_names_its_inputs_which_may_be_missing(
     assert sorted(inputs) == sorted(metadata["actions"])
 
 
-def test_a_model_that_reads_times_requires_them(tmp_path: Path) -> None:
+def test_a_model_that_reads_times_requires_them(tmp_path):
     tables, text = write_search(tmp_path)
     register_ranker(tmp_path, "hstu", tables, text)
     model = load_registered(tmp_path, "hstu").unwrap_python_model()
@@ -202,8 +199,8 @@ def build_new_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     [("attn_mvp", {"item_ids": "none"}), ("lac", {"id_dropout": 0.5})],
 )
 def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+    name, options, tmp_path
+):
     """The catalogue item's id carries no information: the model reads no ids, or the
     item has no training example.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,7 @@ for name in ("qgs", "hllm"):
 
 
 @pytest.fixture(scope="module")
-def inputs(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, tuple[str, str | None]]:
+def inputs(tmp_path_factory) -> dict[str, tuple[str, str | None]]:
     """Write the folders of tables and of text vectors, by kind."""
     folder = tmp_path_factory.mktemp("served")
     return {
@@ -109,9 +106,7 @@ REQUEST_BUILDERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_served_scores_equal_the_modules_scores(
-    name: str, inputs: dict[str, tuple[str, str | None]], tmp_path: Path
-) -> None:
+def test_served_scores_equal_the_modules_scores(name, inputs, tmp_path):
     """Also beside requests with an unknown candidate, and without candidates."""
     kind = registry.find(MODELS[name]["name"]).kind.name
     tables, text = inputs[kind]

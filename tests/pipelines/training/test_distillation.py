@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,10 +29,8 @@ FIT = FitConfig(
 
 @pytest.mark.long
 def test_a_student_records_its_teacher_continues_and_then_does_not_need_it(
-    new_store: Callable[[Path], str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    new_store, tmp_path, capsys
+):
     """With 20 items recall@20 is 1 after every epoch. So the best epoch of a student is
     the first one, and the last one is kept too.
     """

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def uri(tmp_path: Path, new_store: Callable[[Path], str]) -> str:
+def uri(tmp_path, new_store) -> str:
     """Create a store without runs; return its URI."""
     return new_store(tmp_path)
 
 
-def test_metric_names_survive_the_way_to_mlflow_and_back() -> None:
+def test_metric_names_survive_the_way_to_mlflow_and_back():
     for name in ("val/ndcg@10", "test/first/recall@5", "looked_at_it/gauc", "loss"):
         logged = to_mlflow_name(name)
         assert "@" not in logged
@@ -60,7 +60,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 
 
 @pytest.mark.long
-def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
+def test_runs_that_start_together_share_one_new_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     process = subprocess.run(
         [sys.executable, "-c", WRITERS, uri, str(tmp_path)],
@@ -80,7 +80,7 @@ def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
         assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 10
 
 
-def test_a_run_whose_opening_was_killed_is_deleted(tmp_path: Path, uri: str) -> None:
+def test_a_run_whose_opening_was_killed_is_deleted(tmp_path, uri):
     def open_run(folder: str) -> str:
         tags = {tracking.FOLDER_TAG: folder}
         return tracking.open_run(
@@ -97,7 +97,7 @@ def test_a_run_whose_opening_was_killed_is_deleted(tmp_path: Path, uri: str) -> 
     assert stages == ["deleted", "active", "active"]
 
 
-def test_an_evaluation_that_was_killed_is_deleted_when_it_is_repeated(uri: str) -> None:
+def test_an_evaluation_that_was_killed_is_deleted_when_it_is_repeated(uri):
     config = {"model": {"name": "sasrec"}}
     training = tracking.open_run(
         uri, "retrieval/x", "sasrec", "/runs/a", config=config, hashes={}
@@ -144,9 +144,7 @@ def run_server(store: str, port: int, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.long
-def test_points_wait_while_mlflow_is_away_and_arrive_once(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_wait_while_mlflow_is_away_and_arrive_once(uri, tmp_path, monkeypatch):
     for name in ("SEND_EVERY_S", "PAUSE_S"):  # send at once
         monkeypatch.setattr(runs_module, name, 0.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")

@@ -6,7 +6,6 @@ import fcntl
 import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,12 +80,7 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def training(
-    ray_local: None,
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Training:
+def training(ray_local, small, new_store, tmp_path_factory) -> Training:
     """Train SASRec with two workers."""
     training = Training(tmp_path_factory.mktemp("training"), small[0])
     new_store(training.folder)
@@ -101,7 +95,7 @@ def read_history(result: TrainingResult, metric: str) -> list[tuple[int, float]]
     return [(point.step, point.value) for point in points]
 
 
-def test_two_workers_train_as_one_process(training: Training) -> None:
+def test_two_workers_train_as_one_process(training):
     one, two = training.train("one", ray=ONE_WORKER), training.train()
 
     assert read_history(two, "train/loss") == [
@@ -131,8 +125,8 @@ def kill_workers(run: Path, first_step: int) -> threading.Thread:
 
 @pytest.mark.exhaustive
 def test_a_run_killed_with_two_workers_and_continued_by_one_has_the_same_weights(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    training, monkeypatch
+):
     """The two workers are lost together, the one that continues is lost once."""
     run = training.folder / "cut"
     killing = kill_workers(run, 1)
@@ -165,7 +159,7 @@ def test_a_run_killed_with_two_workers_and_continued_by_one_has_the_same_weights
         assert len(steps) == len(set(steps)), metric
 
 
-def test_a_finished_run_is_not_started_again(training: Training) -> None:
+def test_a_finished_run_is_not_started_again(training):
     files = {path: path.stat().st_mtime_ns for path in training.folder.glob("two/**/*")}
     training.lines.clear()
 
@@ -181,9 +175,7 @@ def test_a_finished_run_is_not_started_again(training: Training) -> None:
     assert set(kept) == {f"step-{step:08}" for step in (best_step, steps[-1])}
 
 
-def test_the_mlflow_run_has_options_tags_metrics_and_a_model(
-    training: Training,
-) -> None:
+def test_the_mlflow_run_has_options_tags_metrics_and_a_model(training):
     result = training.train()
     run = tracking.connect(result.run.uri).get_run(result.run.run_id)
     assert result.run.experiment == "retrieval/small"
@@ -199,7 +191,7 @@ def test_the_mlflow_run_has_options_tags_metrics_and_a_model(
     assert not suffixes & {".pkl", ".pickle", ".pt"}
 
 
-def test_a_name_belongs_to_one_run_of_one_process(training: Training) -> None:
+def test_a_name_belongs_to_one_run_of_one_process(training):
     other_tables, _ = write_tables(training.folder / "other", seed=1)
     refused: list[tuple[str, dict[str, Any]]] = [
         ("sasrec, not popularity", {"model": {"name": "popularity"}}),
@@ -218,9 +210,7 @@ def test_a_name_belongs_to_one_run_of_one_process(training: Training) -> None:
     assert training.train(fit=replace(FIT, log_every_steps=99)).was_finished
 
 
-def test_errors_in_two_workers_are_not_tried_again(
-    training: Training, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_in_two_workers_are_not_tried_again(training, capsys):
     """A mistake of the user ends in one line, any other error in one traceback."""
 
     def stop(saved: checkpoint.Checkpoint) -> None:
@@ -251,9 +241,7 @@ def test_errors_in_two_workers_are_not_tried_again(
         assert not [line for line in lines if line.startswith("note:")]
 
 
-def test_a_run_killed_after_its_last_epoch_only_writes_its_best_checkpoint(
-    training: Training,
-) -> None:
+def test_a_run_killed_after_its_last_epoch_only_writes_its_best_checkpoint(training):
     run = training.folder / "two"
     best = (run / "best/model.safetensors").read_bytes()
     record = json.loads((run / "run.json").read_text())
@@ -270,7 +258,7 @@ def test_a_run_killed_after_its_last_epoch_only_writes_its_best_checkpoint(
 
 
 @pytest.mark.exhaustive
-def test_a_finished_run_continues_for_more_epochs(training: Training) -> None:
+def test_a_finished_run_continues_for_more_epochs(training):
     first = training.train("longer", ray=ONE_WORKER, fit=replace(FIT, max_epochs=2))
 
     longer = training.train("longer", ray=ONE_WORKER)
@@ -285,7 +273,7 @@ def test_a_finished_run_continues_for_more_epochs(training: Training) -> None:
         training.train("longer", fit=replace(FIT, max_epochs=3))
 
 
-def test_a_finished_choice_of_options_is_not_made_again(training: Training) -> None:
+def test_a_finished_choice_of_options_is_not_made_again(training):
     model = {"name": "ease", "l2": [20, 50]}
     assert not training.train("ease", model=model).was_finished
     assert training.train("ease", model=model).was_finished
@@ -293,9 +281,7 @@ def test_a_finished_choice_of_options_is_not_made_again(training: Training) -> N
         training.train("ease", model={"name": "ease", "l2": 20})
 
 
-def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(
-    training: Training,
-) -> None:
+def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(training):
     model = {"name": "popularity"}
     thesis = training.folder / "anew/thesis.txt"
     thesis.parent.mkdir()

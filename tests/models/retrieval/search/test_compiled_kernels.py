@@ -25,9 +25,7 @@ def load_library() -> CDLL | None:
 
 
 @pytest.fixture
-def small_source(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def small_source(monkeypatch, tmp_path_factory) -> Path:
     """A source of an empty kernel, which compiles quickly, in place of the real one."""
     source = tmp_path_factory.mktemp("source") / "kernels.cpp"
     source.write_text('extern "C" void scaled_rows() {}')

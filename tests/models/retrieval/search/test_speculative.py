@@ -98,15 +98,8 @@ def add_noise(
 @settings(max_examples=100)
 @pytest.mark.long
 def test_strict_search_equals_beam_search_with_any_draft(
-    problem: Any,
-    k: int,
-    beam: int,
-    draft_beam: int,
-    steps: int,
-    children: bool,
-    closeness: float,
-    subset_seed: int | None,
-) -> None:
+    problem, k, beam, draft_beam, steps, children, closeness, subset_seed
+):
     """Targets have ties and scores of -inf; the search covers all or some items."""
     scorer, trie, codes = problem
     allowed = None
@@ -234,8 +227,6 @@ def name_case(value: Any) -> str:
     ],
     ids=name_case,
 )
-def test_relaxed_search_samples_the_distribution_of_the_target(
-    speculation: Speculation, draft: list[Tensor]
-) -> None:
+def test_relaxed_search_samples_the_distribution_of_the_target(speculation, draft):
     """The published rule does so for one beam, and without drafts for all."""
     assert abs(chi_square_excess(draw_tables(1), draft, speculation)) < 4

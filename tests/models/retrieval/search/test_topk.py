@@ -18,9 +18,7 @@ from models.retrieval.search.topk import _select_all_passes, select, top_k
     distinct=st.sampled_from([1, 2, 5, 1000]),
     missing=st.floats(0, 1),
 )
-def test_top_k_is_a_stable_sort(
-    seed: int, rows: int, width: int, k: int, distinct: int, missing: float
-) -> None:
+def test_top_k_is_a_stable_sort(seed, rows, width, k, distinct, missing):
     """Scores have up to `distinct` values, and a share `missing` of them is -inf."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(distinct, (rows, width), generator=generator).float()
@@ -42,7 +40,7 @@ def test_top_k_is_a_stable_sort(
         assert torch.equal(_select_all_passes(scores, k), selected)
 
 
-def test_a_row_with_nan_selects_a_nan() -> None:
+def test_a_row_with_nan_selects_a_nan():
     scores = torch.tensor(
         [[1.0, torch.nan, 2.0, torch.nan], [1.0, 1.0, 1.0, torch.nan]]
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -26,9 +25,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("zipped", [False, True])
-def test_every_layout_reads_to_the_same_codes(
-    tmp_path: Path, name: str, zipped: bool
-) -> None:
+def test_every_layout_reads_to_the_same_codes(tmp_path, name, zipped):
     path, content = tmp_path / name, LAYOUTS[name]
     if zipped:
         path, content = tmp_path / f"{name}.gz", gzip.compress(content)
@@ -40,7 +37,7 @@ def test_every_layout_reads_to_the_same_codes(
     assert len(digest) == 64
 
 
-def test_codes_are_in_the_order_of_the_catalogue_without_other_items() -> None:
+def test_codes_are_in_the_order_of_the_catalogue_without_other_items():
     assert catalogue_codes(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
     assert catalogue_codes(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
 
@@ -62,8 +59,6 @@ def test_codes_are_in_the_order_of_the_catalogue_without_other_items() -> None:
         ("x.tsv", b""),
     ],
 )
-def test_malformed_files_are_rejected_with_their_name(
-    name: str, content: bytes
-) -> None:
+def test_malformed_files_are_rejected_with_their_name(name, content):
     with pytest.raises(UserError, match=name):
         parse_published(content, name)

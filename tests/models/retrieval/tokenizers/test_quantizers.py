@@ -66,8 +66,8 @@ def draw_hierarchy(
 
 
 def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_codes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(rqkmeans, "BLOCK_ROWS", 128)
     generator = seeded(3)
     centres = 20 * torch.randn(8, 6, generator=generator)
@@ -91,7 +91,7 @@ def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_code
     assert sampled.reconstruction_error == pytest.approx(expected, rel=1e-5)
 
 
-def test_greedy_codes_are_the_nearest_centroids_of_the_residuals() -> None:
+def test_greedy_codes_are_the_nearest_centroids_of_the_residuals():
     generator = seeded(2)
     vectors = torch.randn(30, 6, generator=generator)
     codebooks = torch.randn(3, 5, 6, generator=generator)
@@ -107,9 +107,7 @@ def test_greedy_codes_are_the_nearest_centroids_of_the_residuals() -> None:
         torch.testing.assert_close(vector - residual, quantized[row])
 
 
-def test_rqkmeans_fitted_on_some_items_encodes_the_others_with_their_codebooks() -> (
-    None
-):
+def test_rqkmeans_fitted_on_some_items_encodes_the_others_with_their_codebooks():
     points, _ = draw_hierarchy()
     config = RqkmeansConfig(levels=2, codebook_size=BRANCHES[0])
     fitted = torch.arange(0, len(points), 3)
@@ -124,9 +122,7 @@ def test_rqkmeans_fitted_on_some_items_encodes_the_others_with_their_codebooks()
 
 
 @pytest.mark.parametrize("kind", ["rqkmeans", "rqvae"])
-def test_codes_depend_on_the_seed_alone_and_their_error_is_the_golden_files(
-    kind: str,
-) -> None:
+def test_codes_depend_on_the_seed_alone_and_their_error_is_the_golden_files(kind):
     torch.set_num_threads(1)  # sums of two threads differ in their last digits
     points, _ = draw_hierarchy()
 
@@ -153,7 +149,7 @@ def test_codes_depend_on_the_seed_alone_and_their_error_is_the_golden_files(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_even_assignment_is_sinkhorns_algorithm(seed: int) -> None:
+def test_even_assignment_is_sinkhorns_algorithm(seed):
     rng = np.random.default_rng(seed)
     points, centres = rng.normal(size=(30, 3)), rng.normal(size=(8, 3))
     cost = ((points[:, None] - centres[None]) ** 2).sum(2)
@@ -168,7 +164,7 @@ def test_even_assignment_is_sinkhorns_algorithm(seed: int) -> None:
     assert codes.tolist() == plan.argmax(1).tolist()
 
 
-def test_equal_codes_are_separated_at_the_least_total_cost() -> None:
+def test_equal_codes_are_separated_at_the_least_total_cost():
     generator = seeded(3)
     codebooks = torch.randn(2, 6, 3, generator=generator)
     vectors = codebooks[0, 0] + 0.3 * torch.randn(4, 3, generator=generator)

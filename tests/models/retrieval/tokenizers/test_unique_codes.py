@@ -60,8 +60,8 @@ def rank_candidates(
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_the_closest_item_keeps_its_codes_and_others_take_the_best_free_candidate(
-    size: int, levels: int, items: int, width: int, seed: int
-) -> None:
+    size, levels, items, width, seed
+):
     """The width of an item's search doubles until a candidate is free."""
     quantized = quantize_random(items, size, levels, seed)
     vectors = quantized.vectors.double().numpy()
@@ -101,16 +101,14 @@ CODE_ROWS = st.integers(1, 3).flatmap(
 
 
 @given(CODE_ROWS)
-def test_the_conflict_code_is_the_rank_among_items_with_equal_codes(
-    rows: list[tuple[int, ...]],
-) -> None:
+def test_the_conflict_code_is_the_rank_among_items_with_equal_codes(rows):
     codes = np.array(rows)
     expected = [rows[:index].count(row) for index, row in enumerate(rows)]
     assert conflict_ranks(codes).tolist() == expected
     assert len(np.unique(add_conflict_levels(codes), axis=0)) == len(rows)
 
 
-def test_more_than_256_items_with_equal_codes_get_two_conflict_levels() -> None:
+def test_more_than_256_items_with_equal_codes_get_two_conflict_levels():
     codes = np.array([[1, 2]] * 257 + [[3, 4]])
 
     one = add_conflict_levels(codes[1:])
@@ -127,7 +125,7 @@ def test_more_than_256_items_with_equal_codes_get_two_conflict_levels() -> None:
 
 
 @given(CODE_ROWS)
-def test_measures_of_collisions_equal_counts(rows: list[tuple[int, ...]]) -> None:
+def test_measures_of_collisions_equal_counts(rows):
     counts = [rows.count(row) for row in rows]
 
     measures = measure_collisions(np.array(rows))
