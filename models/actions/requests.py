@@ -1,7 +1,7 @@
 """Actions requests: from rows of `sequences` to batches, and the served request.
 
     selection = ActionsSelection("train", "user", 1024)
-    dataset = Dataset.open(ACTIONS, sequences, selection)
+    dataset = Dataset(ACTIONS, sequences, selection)
 
 The rows of a training batch have similar lengths, which keeps padding small. Training
 batches have about equally many events, so that all events have the same weight in the

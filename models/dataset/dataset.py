@@ -1,7 +1,7 @@
 """Examples of one split of a `sequences` table, and the batches of one worker.
 
     selection = Selection("train", "request", 20)
-    dataset = Dataset.open(RETRIEVAL, sequences, selection)
+    dataset = Dataset(RETRIEVAL, sequences, selection)
     for batch in dataset.epoch(256, seed=1, epoch=0):
         ...
 
@@ -182,7 +182,7 @@ class Dataset:
 
     Args:
         kind: Kind of the requests.
-        columns: The decoded table, or served requests in the same form.
+        table: A `sequences` table.
         selection: Examples to plan.
         rank: Rank of this worker.
         world: Number of workers.
@@ -191,7 +191,7 @@ class Dataset:
     def __init__(
         self,
         kind: Kind,
-        columns: Columns,
+        table: Table[Any],
         selection: Selection,
         rank: int = 0,
         world: int = 1,
@@ -199,8 +199,17 @@ class Dataset:
         if selection.split not in kind.splits:
             raise UserError(f"models of {kind.name} have no split '{selection.split}'")
         assert 0 <= rank < world
+        if not table.rows:
+            raise UserError(f"{table.uri} has no users")
         self.kind, self.selection = kind, selection
         self.rank, self.world = rank, world
+        columns = open_columns(
+            table,
+            kind.name,
+            kind.list_columns(table.info),
+            lambda part: kind.decode(part, table.info),
+            asdict(table.info),
+        )
         self.examples = kind.plan(columns, selection)
 
     @classmethod
@@ -224,28 +233,7 @@ class Dataset:
         """
         selection = model.selection(catalogue, split, **fields)
         sequences = catalogue.versions["sequences"]
-        return cls.open(model.kind, sequences, selection, rank, world)
-
-    @classmethod
-    def open(
-        cls,
-        kind: Kind,
-        table: Table[Any],
-        selection: Selection,
-        rank: int = 0,
-        world: int = 1,
-    ) -> Self:
-        """Load the examples of a `sequences` table."""
-        if not table.rows:
-            raise UserError(f"{table.uri} has no users")
-        columns = open_columns(
-            table,
-            kind.name,
-            kind.list_columns(table.info),
-            lambda part: kind.decode(part, table.info),
-            asdict(table.info),
-        )
-        return cls(kind, columns, selection, rank, world)
+        return cls(model.kind, sequences, selection, rank, world)
 
     def __len__(self) -> int:
         """Return the number of examples, over all workers."""

@@ -66,9 +66,8 @@ class RequestMetric(Metric):
 
     by_user: ClassVar[tuple[str, ...]] = ()
     """Requests of which means per user are stored, for intervals over users: all (the
-    empty prefix), and those for a first-time item (`first/`)."""
-    is_shown_in_training: ClassVar[bool] = False
-    """Whether a training prints the metric of its best epoch."""
+    empty prefix), and those for a first-time item (`first/`). A training prints the
+    metrics with any of them of its best epoch."""
 
     def values(self, ranking: Ranking, k: int) -> Tensor:
         """Return the metric (B,) of the first `k` items of each request.

@@ -48,7 +48,7 @@ basket, only such targets count."""
 
 def shown() -> tuple[str, ...]:
     """Return the metrics that training prints for its best epoch."""
-    kinds = [kind for kind in find_metrics(RequestMetric) if kind.is_shown_in_training]
+    kinds = [kind for kind in find_metrics(RequestMetric) if kind.by_user]
     return tuple(f"{metric.name}@{TOP}" for metric in kinds)
 
 

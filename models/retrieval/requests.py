@@ -1,6 +1,6 @@
 """Retrieval requests: from rows of `sequences` to batches, and the served request.
 
-    dataset = Dataset.open(RETRIEVAL, sequences, Selection("train", "request", 20))
+    dataset = Dataset(RETRIEVAL, sequences, Selection("train", "request", 20))
 
 Units of an example:
 
@@ -282,7 +282,7 @@ RETRIEVAL = Kind(
 def find_train_items(sequences: Table[RetrievalInfo]) -> NDArray[np.integer]:
     """Return the items (k,) of training requests and their histories, ascending."""
     selection = Selection("train", "user", 2**31 - 1)  # one window of each user
-    train: Any = Dataset.open(RETRIEVAL, sequences, selection).examples
+    train: Any = Dataset(RETRIEVAL, sequences, selection).examples
     behaviours = gather_ranges(train.offsets[train.user], train.end.astype(np.int64))
     targets = train.columns["target"][train.requests]
     return np.union1d(train.columns["item"][behaviours], targets)

@@ -112,8 +112,8 @@ class SearchText:
 
     def read_pairs(
         self, item: NDArray[np.int64], query: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return the vectors (n, W) of pairs, and a mask (n,) that is true."""
+    ) -> NDArray[np.float32]:
+        """Return the vectors (n, W) of pairs."""
         keys = pair_key(item, query, self.num_queries)
         row, is_encoded = find_sorted(self.pair_keys, keys)
         if not is_encoded.all():
@@ -122,7 +122,7 @@ class SearchText:
                 f"the text has no embedding of item {item[index]} with query "
                 f"{query[index]}"
             )
-        return self.pairs[row], is_encoded
+        return self.pairs[row]
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,11 @@ class RequestText:
         new = [(NO_ITEM, name) for name in self._name_queries(query[~is_known])]
         return self._complete(self.text.queries[query[is_known]], is_known, new)
 
-    def read_pairs(
-        self, item: NDArray[np.int64], query: NDArray[np.int64]
-    ) -> tuple[Floats, NDArray[np.bool_]]:
-        """Return the vectors of pairs, and the mask (n,) of the pairs with a vector.
+    def read_pairs(self, item: NDArray[np.int64], query: NDArray[np.int64]) -> Floats:
+        """Return the vectors (n, W) of pairs.
 
-        A warning counts the pairs that have no vector and cannot be encoded.
+        Pairs that have no vector and cannot be encoded have that of the document, with
+        a warning that counts them.
         """
         row, is_known = find_sorted(
             self.text.pair_keys, pair_key(item, query, self.text.num_queries)
@@ -103,16 +102,18 @@ class RequestText:
         is_known &= query < len(self.queries)
         known = self.text.pairs[row[is_known]]
         if self.encoder is None:
+            vectors: Floats = self.text.items.numpy()[item]
+            vectors[is_known] = known
             if not is_known.all():
                 warnings.warn(
                     f"{(~is_known).sum()} of {len(item)} pairs of document and query "
                     "have no text vector; the vector of the document alone is used",
                     stacklevel=2,
                 )
-            return known, is_known
+            return vectors
         names = self._name_queries(query[~is_known])
         new = list(zip(item[~is_known].tolist(), names, strict=True))
-        return self._complete(known, is_known, new), np.ones_like(is_known)
+        return self._complete(known, is_known, new)
 
     def _complete(
         self,

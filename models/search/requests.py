@@ -1,7 +1,7 @@
 """Search requests: from rows of `sequences` to batches, and the served request.
 
     selection = SearchSelection("train", "user", 100, text=catalogue.text)
-    dataset = Dataset.open(SEARCH, sequences, selection)
+    dataset = Dataset(SEARCH, sequences, selection)
 
 An example is a history with all requests that it serves, so that one encoder pass
 serves all these requests. Units of an example:
@@ -139,7 +139,7 @@ class SearchBatch(Batch):
     pair_text: Tensor = axes("P", "W")
     """(P, W) float32 vectors of the batch's distinct pairs of item and query."""
     candidate_pair_text: Tensor = axes("N", padding=-1)
-    """(N,) int64 row of `pair_text`, -1 without a query or a vector."""
+    """(N,) int64 row of `pair_text`, -1 without a query."""
     history_pair_text: Tensor = axes("B", "T", padding=-1)
     """(B, T) int64 row of `pair_text`, -1 without a query or if the model does not
     read it."""
@@ -409,10 +409,7 @@ def collate_text(
     keys = pair_key(pair_item, pair_query, text.num_queries)
     distinct_keys, pair_row = _distinct_rows(keys, is_pair)
     pair_item, pair_query = np.divmod(distinct_keys, text.num_queries + 1)
-    pair_text, is_encoded = text.read_pairs(pair_item, pair_query - 1)
-    encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
-    # index -1 reads the appended -1
-    pair_row = np.append(encoded_index, -1)[pair_row]
+    pair_text = text.read_pairs(pair_item, pair_query - 1)
     candidate_row, behaviour_row = np.split(pair_row, [len(candidate)])
     return {
         "query_text": torch.from_numpy(text.read_queries(distinct_query)),
@@ -484,9 +481,10 @@ class SearchRequests(Requests):
         self.time_columns = [
             index for index, name in enumerate(info.features) if name in HOURS
         ]
-        items = catalogue.versions["items"].read(info.item_features or ["item_id"])
+        items = catalogue.versions["items"]
         self.item_features = {
-            name: items[name].combine_chunks() for name in info.item_features
+            name: items.read([name])[name].combine_chunks()
+            for name in info.item_features
         }
         """The log's custom features of items, by `item_index`."""
 

