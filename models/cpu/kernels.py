@@ -43,8 +43,8 @@ from torch import Tensor
 
 from models.cpu.matmul import is_plain_inference
 
-# in the archive of a served model, the source is not a file
-SOURCE = resources.files(__package__) / "kernels.cpp"
+# read at once, as the archive of a served model may be removed after it is loaded
+SOURCE = (resources.files(__package__) / "kernels.cpp").read_text()
 
 C_TYPES: dict[type, Any] = {bool: c_bool, int: c_int64, float: c_float}
 """C types of the kernels' numbers; other arguments are addresses."""
@@ -86,12 +86,11 @@ def library() -> ctypes.CDLL | None:
 def _build_library() -> Path:
     """Return the library in the user's cache folder, compiled if it is missing."""
     compiler = os.environ.get("CXX") or "c++"
-    source = SOURCE.read_text()
     # the processor's instruction sets: flags on x86, Features on ARM
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     features = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    build = repr((source, compiler, FLAGS, platform.machine(), features))
+    build = repr((SOURCE, compiler, FLAGS, platform.machine(), features))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "trieline"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,7 +115,7 @@ def _build_library() -> Path:
         for step in steps:
             result = subprocess.run(
                 [command, *FLAGS, *options, *step],
-                input=source,
+                input=SOURCE,
                 capture_output=True,
                 text=True,
             )

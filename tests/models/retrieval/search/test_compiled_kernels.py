@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from ctypes import CDLL
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,22 +23,15 @@ def load_library() -> CDLL | None:
     return kernels.library.__wrapped__()
 
 
-@pytest.fixture
-def small_source(monkeypatch, tmp_path_factory) -> Path:
-    """A source of an empty kernel, which compiles quickly, in place of the real one."""
-    source = tmp_path_factory.mktemp("source") / "kernels.cpp"
-    source.write_text('extern "C" void scaled_rows() {}')
-    monkeypatch.setattr(kernels, "SOURCE", source)
-    return source
-
-
 def draw_normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Return normally distributed numbers with a standard deviation of `scale`."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 @needs_compiler
-def test_the_library_is_built_once(small_source, monkeypatch, tmp_path):
+def test_the_library_is_built_once(monkeypatch, tmp_path):
+    # an empty kernel, which compiles quickly
+    monkeypatch.setattr(kernels, "SOURCE", 'extern "C" void scaled_rows() {}')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_library() is not None
     (library,) = (tmp_path / "trieline").iterdir()
