@@ -63,7 +63,7 @@ def assert_counts_equal_probes(
         [request] = requests_by_user[probe["user"]]
         assert [items[i] for i in request["candidates"]] == ITEMS
         values = np.full((len(ITEMS), len(names)), np.nan, np.float32)
-        counts.fill(values, ITEMS, probe["query"])
+        counts.fill(values, ITEMS, [probe["query"]] * len(ITEMS))
         expected = np.reshape(request["features"], values.shape)
         np.testing.assert_array_equal(values[:, is_count], expected[:, is_count])
         assert np.isnan(values[:, ~is_count]).all()
