@@ -14,7 +14,8 @@ are missing. `--append` adds new files of the log to the tables (docs/days.md).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import os
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -23,9 +24,6 @@ from core.files import file_info, write_file
 from core.options import STRICT, Folder, build, check_keys
 from jobs import cli
 from pipelines.prepare.settings.config import PrepareOptions
-
-if TYPE_CHECKING:
-    from pipelines.prepare.prepare import Prepared
 
 Config = PrepareOptions
 
@@ -50,22 +48,25 @@ def build_config(content: dict[str, Any]) -> PrepareOptions | Suggestion:
         return build(Suggestion, content)
     check_keys(PrepareOptions, content)
     cli.say_loading("polars")
+    # up to four threads of the executor share the cores: polars' own would spin
+    os.environ.setdefault(
+        "POLARS_MAX_THREADS", str(len(os.sched_getaffinity(0)) // 4 or 1)
+    )
     from pipelines.prepare.prepare import build_options
 
     return build_options(content)
 
 
-def run(options: PrepareOptions) -> Prepared | None:
+def run(options: PrepareOptions) -> None:
     """Make the tables, and print the next command; with `--dry_run`, the first rows."""
     from pipelines.prepare.prepare import make_tables
 
     cli.preflight(options)
     if options.dry_run:
         print_first_rows(options)
-        return None
-    prepared = make_tables(options)
+        return
+    make_tables(options)
     print(f"next: {cli.command_line('jobs.audit', tables=options.output)}")
-    return prepared
 
 
 def print_first_rows(options: PrepareOptions) -> None:
