@@ -12,8 +12,10 @@ small language model and compare with each other.
 Weights are random, as most searches depend on the shape of the catalogue only. A batch
 has users with histories of similar length, as in evaluation, and the batches of the
 runs are spread evenly over the lengths, so the median run is that of the median user.
-The encoder of each variant is timed separately (`encode_s`); `decode_s` is the rest,
-which the paper's factor of 16.25 is about. On a GPU searches are CUDA graphs.
+A variant has two lines: `decode`, the time without the encoder, which the paper's
+factor of 16.25 is about, and `encode` with `onednn_share`, the encoder's floating-point
+operations per second as a share of those of a product of two matrices (1024, 1024). On
+a GPU searches are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.generate import encoder_inputs, generate, to_transformers
 from benchmarks.harness import (
@@ -176,7 +179,7 @@ def decode(
     items: int = 25_000,
     variants: Sequence[str] = tuple(MODELS),
 ) -> Iterator[Line]:
-    """Yield a line per variant; items per second are users.
+    """Yield two lines per variant; items per second are users.
 
     Args:
         batch: Users per batch.
@@ -186,25 +189,23 @@ def decode(
         items: Items of the catalogue.
         variants: Names in `MODELS`.
     """
-    params = {"batch": batch, "beam": beam, "items": items}
-    params |= {"threads": threads, "runs": runs}
+    params: Line = {"batch": batch, "beam": beam, "items": items}
+    params |= {"threads": threads, "runs": runs, "device": str(device())}
     memory = {
         name: in_fresh_process(peak_memory, make, name, params) for name in variants
     }
     calls = {name: make(name, params) for name in variants}
     for name in variants:
         calls[f"{name} encoder"] = make(name, params, encoder=True)
+    square = torch.rand(1024, 1024, device=device())
+    calls["product"] = lambda run: square @ square
     seconds = time_in_turns(calls, runs)
+    rate = 2 * len(square) ** 3 / np.median(seconds["product"])
     for name in variants:
-        encode_s = np.array(seconds[f"{name} encoder"])
-        decode_s = np.array(seconds[name]) - encode_s
-        yield to_line(
-            "decode",
-            name,
-            {**params, "device": str(device())},
-            seconds[name],
-            batch,
-            encode_s=round(float(np.median(encode_s)), 5),
-            decode_s=round(float(np.median(decode_s)), 5),
-            peak_memory_mb=round(memory[name], 1),
-        )
+        encode_s, both_s = seconds[f"{name} encoder"], np.array(seconds[name])
+        with FlopCounterMode(display=False) as counter:
+            load_model(MODELS[name], items).encode(cut_batches(name, params)[runs // 2])
+        share = counter.get_total_flops() / float(np.median(encode_s) * rate)
+        yield to_line("encode", name, params, encode_s, batch, onednn_share=share)
+        decode_s, peak_mb = (both_s - encode_s).tolist(), round(memory[name], 1)
+        yield to_line("decode", name, params, decode_s, batch, peak_memory_mb=peak_mb)

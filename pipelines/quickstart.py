@@ -3,15 +3,21 @@
 run_quickstart(QuickstartConfig(kind="search"))
 run_quickstart(QuickstartConfig(data="shop", source="shop.yaml"))
 
-`jobs/configs/quickstart.yaml` has the models of each kind of log. Packages are imported
-when the flow runs, so that the command prints its first line early.
+`jobs/configs/quickstart.yaml` has the models of each kind of log. As many models are
+trained at once as there are cores, each in a process with one thread. Packages are
+imported when the flow runs, so that the command prints its first line early.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shlex
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import redirect_stdout
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -62,8 +68,9 @@ class ModelRun:
     """Options of jobs.train that override the files."""
     name: str = ""
     """Name of the run; by default the name of the model."""
-    teacher: str = ""
-    """Name of the run whose model is the teacher; empty if there is no teacher."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """Names of the runs whose checkpoints are options of the model, such as its
+    `teacher`."""
     epochs: PositiveInt = 1
     """Largest number of epochs."""
     ms: float = 0.05
@@ -75,7 +82,8 @@ class Flow:
     """Models and additional tables of one kind of log."""
 
     models: list[ModelRun]
-    """Models in the order of training."""
+    """Models in the order in which they start; one that needs checkpoints of others
+    starts after them."""
     extra: str = ""
     """Option that names the additional tables: `sids`, `text`, or empty for none."""
     validate: int = 0
@@ -123,6 +131,15 @@ class Step(NamedTuple):
     config: Any
 
 
+class ModelSteps(NamedTuple):
+    """The training and the evaluations of a model."""
+
+    name: str
+    after: set[str]
+    """Names of the models that are trained before."""
+    steps: list[Step]
+
+
 def run_quickstart(config: QuickstartConfig) -> Path:
     """Run the flow of a kind of log, and return the page of the comparison."""
     from pipelines.comparison.page import compare_runs
@@ -143,19 +160,14 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     flow = build(Flow, read_yaml(str(FLOWS))[kind], f"{kind}.")
     raw, tables = config.data or str(home / "raw"), str(home / "tables")
 
-    def announce(title: str, job: str, options: dict[str, Any]) -> None:
-        elapsed = format_duration(time.monotonic() - began)
-        words = shlex.join(to_words(options))
-        print(f"\n{title}   ({elapsed} so far)\n$ python -m jobs.{job} {words}")
-
     if not config.data:
         options = {"kind": kind, **flow.simulate, **config.simulate, "output": raw}
-        announce("Simulate a raw log", "simulate", options)
+        announce("Simulate a raw log", "simulate", options, began)
         simulate_log(build(SimulateOptions, options, "simulate."))
     options = {"source": source, "input": raw, "output": tables, "kind": kind}
-    announce("Raw log to tables", "prepare", options)
+    announce("Raw log to tables", "prepare", options, began)
     prepared = make_tables(build_options(options))
-    announce("Prove the tables free of leakage", "audit", {"tables": tables})
+    announce("Prove the tables free of leakage", "audit", {"tables": tables}, began)
     audit_tables(tables)
 
     extra = plan_extra(config, home, flow.extra, prepared.items)
@@ -165,15 +177,13 @@ def run_quickstart(config: QuickstartConfig) -> Path:
         html=str(page),
         tracking_uri=resolve_uri(None, str(home / "runs")),
     )
-    steps = [
-        *extra,
-        *plan_models(config, home, flow, requests, bool(extra)),
-        Step("Compare", "compare", compare_runs, compare),
-    ]
-    for number, step in enumerate(steps, 1):
-        title = f"[{number}/{len(steps)}] {step.title}"
-        announce(title, step.job, changed(step.config))
-        step.run(step.config)
+    models = [*plan_models(config, home, flow, requests, bool(extra))]
+    total = len(extra) + len(models) + 1
+    run_steps(extra, f"[1/{total}]", began)
+    labels = [f"[{number}/{total}]" for number in range(len(extra) + 1, total)]
+    run_models(models, labels, home / "logs", began)
+    comparison = Step("Compare", "compare", compare_runs, compare)
+    run_steps([comparison], f"[{total}/{total}]", began)
     print(f"\nDone in {format_duration(time.monotonic() - began)}.")
     if not config.data:
         print("The log is simulated: the metrics show that the flow works, no more.")
@@ -183,6 +193,90 @@ def run_quickstart(config: QuickstartConfig) -> Path:
         f"  look at it    {page.as_uri()}"
     )
     return page
+
+
+def announce(title: str, job: str, options: dict[str, Any], began: float) -> None:
+    """Print the title and the command of a step, and the time since `began`."""
+    elapsed = format_duration(time.monotonic() - began)
+    words = shlex.join(to_words(options))
+    print(f"\n{title}   ({elapsed} so far)\n$ python -m jobs.{job} {words}")
+
+
+def run_steps(steps: Sequence[Step], label: str, began: float) -> None:
+    """Run steps one after the other, each after its title with the label."""
+    for step in steps:
+        announce(f"{label} {step.title}", step.job, changed(step.config), began)
+        step.run(step.config)
+
+
+def run_models(
+    models: Sequence[ModelSteps], labels: Sequence[str], logs: Path, began: float
+) -> None:
+    """Run the steps of models at once, in as many processes as there are cores.
+
+    A model's lines are printed when its steps have ended. If a step fails or the
+    command is stopped, the other processes end.
+
+    Args:
+        models: Models, each after those that it needs.
+        labels: Label of each model's steps.
+        logs: Folder of a file per model with its lines.
+        began: Start of the command, by `time.monotonic`.
+    """
+    logs.mkdir(exist_ok=True)
+    processes = min(len(models), len(os.sched_getaffinity(0)))
+    print(f"\n{processes} models at once; their progress is in {logs}")
+    waiting = dict(zip(labels, models, strict=True))
+    running: dict[Future[None], ModelSteps] = {}
+    trained: set[str] = set()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, start_worker) as pool:
+        try:
+            while waiting or running:
+                for label, model in [*waiting.items()]:
+                    if model.after <= trained:
+                        log = logs / f"{model.name}.txt"
+                        arguments = (model.steps, label, began, log)
+                        running[pool.submit(run_in_process, *arguments)] = model
+                        del waiting[label]
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    name = running.pop(future).name
+                    print(end=(logs / f"{name}.txt").read_text(encoding="utf-8"))
+                    future.result()
+                    trained.add(name)
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def start_worker() -> None:
+    """Leave Ctrl-C to the main process, and use one thread in this process."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def interrupt(*signal_and_frame: object) -> None:
+    """Raise KeyboardInterrupt, at the first signal only."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def run_in_process(steps: Sequence[Step], label: str, began: float, log: Path) -> None:
+    """Run steps in a process of the pool, with their lines in the file `log`."""
+    signal.signal(signal.SIGTERM, interrupt)  # a training ends its MLflow run
+    try:
+        file = log.open("w", encoding="utf-8", buffering=1)
+        with file, redirect_stdout(file):
+            run_steps(steps, label, began)
+    except KeyboardInterrupt:
+        os._exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def find_source(config: QuickstartConfig, home: Path) -> str:
@@ -256,8 +350,8 @@ def plan_models(
     flow: Flow,
     requests: dict[str, int],
     has_extra: bool,
-) -> Iterator[Step]:
-    """Yield the trainings and evaluations of the flow's models.
+) -> Iterator[ModelSteps]:
+    """Yield the training and the evaluations of each of the flow's models.
 
     Args:
         config: Options of the quickstart.
@@ -289,20 +383,23 @@ def plan_models(
             fit["seed"] = config.seed
         files = read_configs(str(CONFIGS / f"{file}.yaml") for file in run.configs)
         options = {**inputs, "storage": str(runs), "name": name, "fit": fit}
-        verb = "Train"
-        if run.teacher:
-            verb = "Distil"
-            options["model"] = {"teacher": f"{runs}/{run.teacher}{suffix}"}
+        options["ray"] = {"threads": 1}
+        options["model"] = {
+            option: f"{runs}/{other}{suffix}"
+            for option, other in run.checkpoints.items()
+        }
+        verb = "Distil" if "teacher" in run.checkpoints else "Train"
         train = build(TrainConfig, merge(files, run.options, options))
         if has_extra and flow.extra in model_class.inputs_of(train.model):
             inputs[flow.extra] = str(home / flow.extra)
             train = build(TrainConfig, merge(files, run.options, options, inputs))
-        yield Step(f"{verb} {name}", "train", run_training, train)
+        steps = [Step(f"{verb} {name}", "train", run_training, train)]
         options = {"checkpoint": f"{runs}/{name}", **inputs, "split": "test"}
         evaluate = build(EvaluateConfig, options)
         title = f"Evaluate {name} on test"
-        yield Step(title, "evaluate", measure_checkpoint, evaluate)
+        steps.append(Step(title, "evaluate", measure_checkpoint, evaluate))
         if model_class.ranks == "catalogue":
             title += ", known items left out"
             unseen = replace(evaluate, unseen=True)
-            yield Step(title, "evaluate", measure_checkpoint, unseen)
+            steps.append(Step(title, "evaluate", measure_checkpoint, unseen))
+        yield ModelSteps(run.name or run.model, set(run.checkpoints.values()), steps)

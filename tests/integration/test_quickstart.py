@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ import yaml
 from core.errors import UserError
 from core.options import build
 from pipelines import quickstart
-from pipelines.quickstart import QuickstartConfig, run_quickstart
+from pipelines.quickstart import (
+    ModelSteps,
+    QuickstartConfig,
+    Step,
+    run_models,
+    run_quickstart,
+)
 
 TINY = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16}
 FLOWS: dict[str, dict[str, Any]] = {
@@ -83,8 +91,8 @@ def test_a_simulated_log_becomes_a_table_of_models(
 @pytest.mark.parametrize(
     ("kind", "requests", "epochs"),
     [
-        ("retrieval", 12_000, [60, 40, 35, 20]),
-        ("retrieval", 160_000, [7, 6, 3, 3]),
+        ("retrieval", 12_000, [35, 60, 40, 20]),
+        ("retrieval", 160_000, [3, 7, 6, 3]),
         ("search", 12_000, [6, 6]),
         ("search", 150_000, [2, 1]),
         ("actions", 24_000, [12, 12, 12, 12]),
@@ -95,13 +103,43 @@ def test_epochs_follow_from_the_number_of_requests(kind, requests, epochs):
     flow = build(quickstart.Flow, content[kind])
     splits = {"train": requests, "val": requests // 8, "test": requests // 8}
 
-    steps = [*quickstart.plan_models(QuickstartConfig(), Path(), flow, splits, True)]
+    models = [*quickstart.plan_models(QuickstartConfig(), Path(), flow, splits, True)]
 
-    fits = [step.config.fit for step in steps if step.job == "train"]
+    fits = [model.steps[0].config.fit for model in models]
     trained = [fit for fit in fits if fit.max_epochs in epochs]
     assert [fit.max_epochs for fit in trained] == epochs
     is_limited = kind != "actions" and requests > 16_000
     assert all(bool(fit.eval_examples) == is_limited for fit in trained)
+
+
+def fail(config: QuickstartConfig) -> None:
+    """Fail in the way of a training."""
+    raise UserError("no step of this width")
+
+
+def wait(config: QuickstartConfig) -> None:
+    """Take longer than the test."""
+    time.sleep(600)
+
+
+def test_a_failed_model_ends_the_others_and_its_students_do_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [
+        ModelSteps(name, after, [Step("Train", "train", run, QuickstartConfig())])
+        for name, after, run in (
+            ("bad", set(), fail),
+            ("student", {"bad"}, fail),
+            ("slow", set(), wait),
+        )
+    ]
+
+    with pytest.raises(UserError, match="no step of this width"):
+        run_models(models, ["[1/3]", "[2/3]", "[3/3]"], tmp_path / "logs", 0.0)
+
+    assert "\n[1/3] Train" in capsys.readouterr().out
+    assert not multiprocessing.active_children()
+    assert not (tmp_path / "logs/student.txt").exists()
 
 
 def test_searches_without_texts_are_ranked_by_ids_and_features(
@@ -129,7 +167,7 @@ def test_searches_without_texts_are_ranked_by_ids_and_features(
     run_quickstart(config)
 
     output = capsys.readouterr().out
-    assert "[5/5] Compare" in output
+    assert "[3/3] Compare" in output
     assert "without text: items have vectors of their ids" in output
     assert (tmp_path / "visits/compare.html").is_file()
 
