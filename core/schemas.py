@@ -517,6 +517,16 @@ class EmbeddingsInfo(TableInfo):
 
 
 @dataclass(config=CHECKED)
+class TokensInfo(TableInfo):
+    """Info of `tokens`."""
+
+    table = "tokens"
+
+    pooling: str
+    """`cls` or `mean`: how the encoder pools its states."""
+
+
+@dataclass(config=CHECKED)
 class QuantizerInfo(TableInfo):
     """Info of `quantizer`."""
 
@@ -811,6 +821,16 @@ def embeddings_schema(width: int, keys: Iterable[str] = ("item_index",)) -> pa.S
         ]
     )
 
+
+TOKENS = pa.schema(
+    [
+        # dense, from 0, ascending
+        _required("item_index", pa.int32()),
+        # tokens of the item's document, as the text encoder reads them
+        _required("tokens", _list(pa.int32())),
+    ]
+)
+"""Schema of tokens: one row per item."""
 
 SIDS = pa.schema(
     [

@@ -23,14 +23,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import UserError
-from core.ragged import find_sorted
+from core.files import join
+from core.ragged import find_sorted, lengths_to_offsets
 from core.schemas import (
     CustomFeatures,
     Inputs,
     SearchInfo,
+    TokensInfo,
 )
 from core.tables import (
     Table,
+    find_table,
     read_parquet,
     table_hashes,
 )
@@ -40,6 +43,19 @@ from models.text.text_tables import open_vectors, read_vectors, root_mean_square
 
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
+
+
+@dataclass(frozen=True)
+class DocumentTokens:
+    """The tokens of all documents, and how the text encoder pools its states."""
+
+    tokens: Tensor
+    """int32 tokens of all documents, end to end, special tokens included."""
+    begin: Tensor
+    """(I + 1,) int64 index of each document's first token, and the end."""
+    pooling: str
+    """`cls`: the first token's state; `mean`: the mean over all tokens. It is then
+    scaled to length 1."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ class SearchText:
     """(P,) the `pair_key` of each pair, ascending."""
     pairs: NDArray[np.float32]
     """(P, W) vectors of document and query together."""
+    documents: DocumentTokens | None = None
+    """Tokens of the documents; None for TF-IDF."""
 
     @classmethod
     def empty(cls, num_items: int, num_queries: int) -> Self:
@@ -74,9 +92,25 @@ class SearchText:
             versions: Tables of the log and of its texts, by name.
         """
         texts = [versions[f"text_{name}"] for name in SearchCatalogue.tables["text"]]
-        settings = [(table.inputs.get("encoder"), table.config) for table in texts]
+        tokens = find_table(join(uri, "tokens"), TokensInfo)
+        settings = [
+            (table.inputs.get("encoder"), table.config)
+            for table in (*texts, tokens)
+            if table
+        ]
+        if tokens and tokens.inputs.get("items") != versions["items"].hash:
+            raise UserError(f"{tokens.uri} was made from other items")
         if any(table_settings != settings[0] for table_settings in settings):
             raise UserError(f"the tables of {uri} were encoded with different settings")
+        token_lists = None
+        if tokens:
+            lists = tokens.read()["tokens"].combine_chunks()
+            begin = lengths_to_offsets(pc.list_value_length(lists).to_numpy())
+            token_lists = DocumentTokens(
+                torch.from_numpy(lists.flatten().to_numpy().copy()),
+                torch.from_numpy(begin),
+                tokens.info.pooling,
+            )
         documents = read_vectors(versions["text_items"].read(), "embedding")
         width, num_queries = documents.shape[1], versions["queries"].rows
         queries = np.zeros((0, width), np.float32)
@@ -94,6 +128,7 @@ class SearchText:
             queries=queries,
             pair_keys=pair_keys,
             pairs=pairs.get("embedding", np.zeros((0, width), np.float32)),
+            documents=token_lists,
         )
 
     @property

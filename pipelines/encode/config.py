@@ -126,7 +126,8 @@ class EncodeConfig:
     tables: Folder
     """TABLES: the folder that jobs.prepare made, of a search or actions log."""
     output: Folder
-    """TEXT: folder for the table items and, for a search log, queries and pairs."""
+    """TEXT: folder for the table items and, for a search log, queries, pairs and tokens
+    (no tokens with tfidf)."""
     encoder: str = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
     `tfidf` (no weights)."""

@@ -10,7 +10,8 @@ needs the embeddings of all items in the driver's memory, items x width floats.
 that the kind of requests needs (`Kind.text_tables`). Each distinct text, and each
 distinct pair of a query and a shown document, is encoded once in Ray Data actors that
 write their parts themselves: the driver has the keys of the pairs but not their
-embeddings.
+embeddings. A further table contains the documents' tokens, for models that train the
+encoder (HLLM's item tower); not for TF-IDF.
 
 Models are conditioned on the query alone. The QGS paper takes the [SEP] state of one
 pass over query and document; as the encoder is bidirectional, this state contains the
@@ -41,10 +42,12 @@ import ray.data
 from core.errors import UserError, one_line, pluralize
 from core.files import absolute, join
 from core.schemas import (
+    TOKENS,
     EmbeddingsInfo,
     ItemsInfo,
     QueriesInfo,
     SequencesInfo,
+    TokensInfo,
     embeddings_schema,
 )
 from core.tables import (
@@ -52,6 +55,7 @@ from core.tables import (
     Part,
     Table,
     check_replaceable,
+    clear,
     commit,
     find_table,
     open_table,
@@ -625,6 +629,7 @@ def _part_pairs(uri: str) -> np.ndarray:
 
 INPUT_TABLES = {
     "items": ("items",),
+    "tokens": ("items",),
     "queries": ("items", "queries"),
     "pairs": ("items", "queries", "sequences"),
 }
@@ -634,9 +639,9 @@ INPUT_TABLES = {
 def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     """Write the text embeddings that the log's kind of requests needs.
 
-    The tables are `items`, and for searches also `queries` and `pairs`. Tables that are
-    up to date are not written again; those that were made from earlier tables are
-    replaced.
+    The tables are `items`, and for searches also `queries`, `pairs` and, except for
+    TF-IDF, the `tokens` of documents. Tables that are up to date are not written again;
+    those that were made from earlier tables are replaced.
 
     Returns:
         The tables, by name.
@@ -646,13 +651,16 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     tables_uri, output_uri = absolute(options.tables), absolute(options.output)
     sequences = open_table(join(tables_uri, "sequences"), SequencesInfo)
     kind = KINDS[sequences.info.kind]
-    names = kind.text_tables
+    names = [
+        name for name in kind.text_tables if (name, encoder) != ("tokens", "tfidf")
+    ]
     if not names:
         raise UserError(
             f"{sequences.uri} is of kind {kind.name}, whose models read no texts"
         )
-    for name in names:
-        check_replaceable(join(output_uri, name), "embeddings")
+    for name in kind.text_tables:
+        table = "tokens" if name == "tokens" else "embeddings"
+        check_replaceable(join(output_uri, name), table)
     version = encoder_version(encoder)  # raises for an unknown encoder
     items = open_table(join(tables_uri, "items"), ItemsInfo)
     documents = item_texts(items.read(), config, say)
@@ -672,14 +680,21 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
     tfidf = fit_tfidf(documents, config.svd) if encoder == "tfidf" else None
     written: dict[str, Table] = {}
     with writing(output_uri):
+        if tfidf and read_manifest(join(output_uri, "tokens")):
+            clear(join(output_uri, "tokens"))  # tokens of an earlier encoder
         for name in names:
             uri, origin = join(output_uri, name), origins[name]
-            earlier = None if options.overwrite else find_table(uri, EmbeddingsInfo)
+            info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
+            earlier = None if options.overwrite else find_table(uri, info_class)
             if earlier:  # only its tables may have changed
                 earlier.check_made_with(origin["config"], earlier.inputs)
             if earlier and earlier.inputs == origin["inputs"]:
                 say(f"{name}: up to date")
                 written[name] = earlier
+            elif name == "tokens":
+                written[name] = _write_tokens(
+                    uri, documents, encoder, config, say, origin
+                )
             elif name == "pairs":
                 shared = {"items": documents, "queries": texts["queries"]}
                 written[name] = _write_pairs(
@@ -733,6 +748,42 @@ def _write_texts(
         write_vectors(uri, vectors, key),
         info=EmbeddingsInfo(width=width),
         extends=earlier.ancestry if earlier and extends else [],
+        **manifest,
+    )
+
+
+def _write_tokens(
+    uri: str,
+    documents: list[str],
+    name: str,
+    config: TextConfig,
+    say: Say,
+    manifest: dict[str, Any],
+) -> Table:
+    """Write the table of the documents' tokens, with one row per document."""
+    encoder = TextEncoder(name, *config.encoder_options())
+    parts: list[Part] = []
+    num_tokens = 0
+    for start in range(0, len(documents), ROWS_PER_PART):
+        rows = documents[start : start + ROWS_PER_PART]
+        encoded = encoder.tokenizer(
+            rows, truncation=True, max_length=encoder.max_tokens
+        )
+        tokens = pa.array(encoded["input_ids"], TOKENS.field(1).type)
+        index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
+        table = pa.Table.from_arrays([index, tokens], schema=TOKENS)
+        parts.append(write_part(uri, table))
+        num_tokens += len(tokens.flatten())
+    say(
+        f"tokens: {num_tokens:,} in {len(documents):,} documents, "
+        f"{num_tokens / max(1, len(documents)):.1f} per document"
+    )
+    return commit(
+        uri,
+        "tokens",
+        TOKENS,
+        parts,
+        info=TokensInfo(config.pooling),
         **manifest,
     )
 

@@ -198,7 +198,7 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             shutil.copyfile(local / file, bundle / "checkpoint" / file)
     for option, folder in inputs.folders().items():
-        for table in tables[option]:
+        for table in (*tables[option], "tokens"):
             table_uri = join(folder, table)
             if read_manifest(table_uri):
                 target = bundle / option / table

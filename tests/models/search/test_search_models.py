@@ -98,7 +98,7 @@ def build_document_model(name, negatives, catalogue):
 
 
 @pytest.mark.parametrize("negatives", ["position", "batch"])
-@pytest.mark.parametrize("name", ["qgs", "hstu", "hllm"])
+@pytest.mark.parametrize("name", ["qgs", "hstu", "hllm item_tower"])
 def test_the_next_document_is_predicted_instead_of_the_next_token(
     name, negatives, catalogue, batch
 ):
@@ -113,7 +113,7 @@ def test_the_next_document_is_predicted_instead_of_the_next_token(
         for b, t in valid.nonzero().tolist():
             query_row = batch.history_query_text[b, t + 1]
             z[b, t] = model.predict_next(states[b, t], batch.query_text, query_row)
-            v[b, t] = model.target.weight @ model.text.project_item(item[b, t])
+            v[b, t] = model.target.weight @ model.embed_documents(item[b, t])
 
         assert torch.equal(outputs["ranking"], token_model(batch)["ranking"])
     expected = compute_infonce_by_loop(

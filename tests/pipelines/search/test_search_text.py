@@ -15,12 +15,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModel
 
 from core.errors import UserError
 from core.files import join
 from core.schemas import Inputs
 from core.tables import Table, read_manifest
 from jobs import encode as job
+from models.search.catalogue import SearchCatalogue
 from models.text.text_encoder import TextEncoder
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -138,7 +141,23 @@ def test_every_item_query_and_pair_is_encoded_once_and_as_if_alone(
     assert manifest.inputs["sequences"] == sequences.hash
 
 
-def test_tfidf_replaces_the_embeddings(tables, encoded, tmp_path):
+def test_stored_tokens_of_documents_give_the_same_embeddings(bert, encoded):
+    embeddings = read_column(encoded.folder, "items", "embedding")
+    model = AutoModel.from_pretrained(bert).eval()
+
+    tokens = read_column(encoded.folder, "tokens", "tokens")
+
+    assert max(map(len, tokens)) <= 24
+    for index in range(0, len(tokens), 7):
+        with torch.inference_mode():
+            states = model(input_ids=torch.tensor([tokens[index]])).last_hidden_state
+        pooled = states[0, 0] / states[0, 0].norm()
+        np.testing.assert_allclose(embeddings[index], pooled, atol=1e-5)
+
+
+def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
+    tables, encoded, tmp_path
+):
     output = str(shutil.copytree(encoded.folder, tmp_path / "text"))
 
     job.run(
@@ -152,6 +171,7 @@ def test_tfidf_replaces_the_embeddings(tables, encoded, tmp_path):
     )
 
     assert len(read_column(output, "items", "embedding")[0]) == 12
+    assert SearchCatalogue.load(Inputs(tables, text=output)).text.documents is None
 
 
 def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(

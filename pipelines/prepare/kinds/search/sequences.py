@@ -96,7 +96,7 @@ class SearchBuilder(SequenceBuilder):
         "sessions_unknown_users",
         "sessions_unknown_items",
     )
-    text_tables = ("items", "queries", "pairs")
+    text_tables = ("items", "queries", "pairs", "tokens")
     first_model = "qgs"
     simulated_source = "simulated_search"
 
