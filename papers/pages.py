@@ -36,6 +36,9 @@ from pipelines.comparison.verdicts import (
 PATH = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
 """Absolute paths and URIs in a text, of which a kept run has the last two parts."""
 
+PER_USER = "evaluation-test.json"
+"""Key of a kept run's metrics per user."""
+
 LEADING = {"retrieval": "ndcg@10", "search": "gauc", "actions": "eval_loss"}
 """Metric of each kind that sorts and compares its models, without the split."""
 
@@ -113,7 +116,8 @@ def keep_runs(uri: str, experiment: str, file: str) -> None:
         }
         text = json.dumps(line)
         short = PATH.sub(lambda path: "/".join(path[0].split("/")[-2:]), text)
-        by_user = load_per_user(uri, run.info.artifact_uri)
+        values = load_per_user(uri, run.info.artifact_uri)
+        by_user = {PER_USER: values} if values else {}
         kept = json.loads(short) | {"by_user": by_user}
         lines.append(json.dumps(kept, sort_keys=True))
     Path(file).write_text("\n".join(lines) + "\n")
@@ -246,7 +250,7 @@ def compare_rows(rows: Sequence[Row], metric: str) -> Iterator[Line]:
     """Compare rows, best first, with their best baseline, teacher and best row."""
 
     def read_users(run: Line) -> dict[str, str]:
-        return run["by_user"].get("evaluation-test.json", {}).get(metric, {})
+        return run["by_user"].get(PER_USER, {}).get(metric, {})
 
     def is_baseline(row: Row) -> bool:
         model = row[0]["model"]

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -253,11 +254,19 @@ def run_models(
 
 
 def start_worker() -> None:
-    """Leave Ctrl-C to the main process, and use one thread in this process."""
+    """Leave Ctrl-C to the main process, end with it, and use one thread."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+
+
+def end_with_parent() -> None:
+    """End this process when the main process has ended, for whatever reason."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def interrupt(*signal_and_frame: object) -> None:

@@ -347,10 +347,10 @@ def collect_results(sweep: Sweep, errors: dict[str, str]) -> pl.DataFrame:
         errors: Errors of the trials that failed in this call, by name.
 
     Returns:
-        Columns `name`; `settings`, equal for trials that differ only in their `seed`;
-        `status` (finished, stopped early, failed or unfinished); `value` of the sweep's
-        metric: of the best epoch, or of the evaluation, or null; `run_id` in MLflow;
-        `checkpoint` and `error`.
+        Columns `name`; `settings`, equal for trials that differ only in their seed;
+        `seed`; `status` (finished, stopped, failed or unfinished); `value` of the
+        sweep's metric: of the best epoch, or of the evaluation, or null; `run_id` in
+        MLflow; `checkpoint` and `error`.
     """
     rows = []
     for name, trial in sweep.trials.items():

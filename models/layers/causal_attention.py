@@ -176,9 +176,9 @@ class Layout:
 class CausalAttention(nn.Module):
     """Multi-head attention with RoPE over strictly earlier context.
 
-    Unless `strict`, a position also attends to itself. No position attends to a
-    candidate. Projections have no bias, so a position that sees nothing gets a zero
-    output. Weights are initialised Xavier-uniform (Glorot and Bengio, 2010).
+    Unless `strict`, a position also attends to itself. No position attends to another
+    position's candidate. Projections have no bias, so a position that sees nothing gets
+    a zero output. Weights are initialised Xavier-uniform (Glorot and Bengio, 2010).
     """
 
     def __init__(self, width: int, heads: int, *, strict: bool) -> None:

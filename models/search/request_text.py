@@ -25,8 +25,8 @@ NO_ITEM = -1
 class RequestText:
     """The text vectors of a batch of served requests, in place of a `SearchText`.
 
-    The queries of the catalogue have their `query_index`, and those that only the
-    requests have the numbers after it.
+    Queries of the catalogue are numbered by `query_index`, and new queries of the
+    requests from `len(queries)` on.
     """
 
     text: SearchText

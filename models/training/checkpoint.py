@@ -342,21 +342,22 @@ def is_extended(
 ) -> bool:
     """Return whether a table extends the table that the checkpoint was trained on.
 
-    Models read queries and pairs only as text. So `queries` counts as extended if
-    `sequences` is extended, and their texts if the texts of items are.
+    An appended log numbers its queries and pairs anew, so their tables never extend
+    earlier versions. Models read them only as text, so `sequences`, or the texts of
+    items, decide instead.
 
     Args:
         metadata: Content of the checkpoint's `config.json`.
         table: Name of the table.
         versions: Versions of all tables by name.
     """
-    table = {
+    decisive = {
         "queries": "sequences",
         "text_queries": "text_items",
         "text_pairs": "text_items",
     }.get(table, table)
-    version = versions.get(table)
-    return version is not None and metadata.hashes.get(table) in version.extends
+    version = versions.get(decisive)
+    return version is not None and metadata.hashes.get(decisive) in version.extends
 
 
 def check(

@@ -146,10 +146,10 @@ def compare(
 def join_evaluations(
     trainings: pl.DataFrame, evaluations: pl.DataFrame
 ) -> pl.DataFrame:
-    """Return a line per training and options of its evaluations, with all metrics.
+    """Return a row per training and options of its evaluations, with all metrics.
 
-    The newest evaluation on test with the same options counts, and a training's own
-    validation counts more than that of an evaluation without options.
+    Metrics on test are those of the newest evaluation with the same options. Metrics on
+    val are the training's own, or else those of an evaluation.
     """
     trainings = trainings.rename({"id": "training"})
     val, test = "^val/.*$", "^test/.*$"

@@ -31,8 +31,8 @@ def read_record(folder: str, tracking_uri: str = "") -> RunRecord | None:
 
     Args:
         folder: Folder of the run.
-        tracking_uri: URI that replaces the record's, which whoever writes the folder
-            controls: MLflow would send it credentials.
+        tracking_uri: URI to use instead of the record's. MLflow sends credentials to
+            it, and anybody who can write the folder can change the record.
     """
     uri = join(folder, RUN)
     try:

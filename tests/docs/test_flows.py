@@ -169,7 +169,9 @@ def test_the_pages_of_search_and_of_serving(
         assert answer["score"].explode().between(0, 1).all()
 
 
-def test_the_page_of_new_items_of_a_feed(checkout, ray_local, new_store, monkeypatch):
+def test_commands_of_new_items_of_a_feed_run_and_new_items_get_probabilities(
+    checkout, ray_local, new_store, monkeypatch
+):
     new_store(checkout / "runs" / "feed" / "runs")
     smaller = {**SMALLER, "jobs.simulate": "--users 60 --items 200 --events 1200"}
     run_commands(read_prompts("actions.md", "New items"), monkeypatch, smaller)

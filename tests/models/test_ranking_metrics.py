@@ -179,11 +179,13 @@ def test_auc_is_exact_at_any_scale_and_over_batches_and_workers(
 def test_metrics_that_are_not_defined_are_nan_with_a_warning(labels, undefined):
     count = len(labels)
     scores, request = torch.rand(count), torch.arange(count)
-    both = torch.tensor(labels, dtype=torch.bool)
-    sums = ranking_sums(scores[:, None], both[:, None], request)
-    with pytest.warns(UserWarning, match="no request|all labels|no candidates"):
+    label = torch.tensor(labels, dtype=torch.bool)
+    sums = ranking_sums(scores[:, None], label[:, None], request)
+    with pytest.warns(UserWarning, match=undefined[0]) as warned:
         metrics = ranking_means(sums)
     assert all(math.isnan(metrics[name]) for name in undefined)
+    text = "".join(str(warning.message) for warning in warned)
+    assert all(f"{name}: " in text for name in undefined)
 
 
 def test_a_score_of_nan_is_rejected():

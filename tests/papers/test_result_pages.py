@@ -45,6 +45,8 @@ def test_kept_runs_have_metrics_and_no_path_of_the_machine(new_store, tmp_path):
         )
         logger = tracking.Logger(ref)
         logger.log({"test/ndcg@10": seed / 1000}, 1)
+        result = {"by_user": {"ndcg@10": {"users": str(seed)}}}
+        logger.client.log_dict(ref.run_id, result, "evaluation-test.json")
         logger.end()
 
     run(Config("retrieval/x", uri, str(tmp_path / "x.jsonl")))
@@ -53,4 +55,6 @@ def test_kept_runs_have_metrics_and_no_path_of_the_machine(new_store, tmp_path):
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["metrics"]["test/ndcg_at_10"] for line in lines] == [0.042, 0.043]
     assert {line["params"]["tables"] for line in lines} == {"a/tables"}
+    users = [line["by_user"]["evaluation-test.json"]["ndcg@10"] for line in lines]
+    assert users == [{"users": "42"}, {"users": "43"}]
     assert str(tmp_path) not in text

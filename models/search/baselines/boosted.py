@@ -210,7 +210,9 @@ class Boosted(BoostedTrees, SearchModel):
         }
 
     def trees_from_content(self, content: dict[str, Any]) -> list[str | None]:
-        """Return the trees, and load the categories' values and the line.
+        """Return the trees of a checkpoint, and set the values of its categories.
+
+        The slope and intercept that turn scores into log-odds are set, too.
 
         Tables that extend the tables of training may have more values per category.
         Values are matched by name; a value that was not in training counts as unknown.

@@ -141,10 +141,10 @@ class Input(InputSettings):
         if self.range is not None:
             check_range(self.range)
 
-    def check(
+    def resolve(
         self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]
     ) -> Input:
-        """Return the input with its range, checked against the log's labels.
+        """Check the input against the log's labels, and return it with its range.
 
         Args:
             name: Name of the input, for messages.
@@ -225,7 +225,7 @@ class ActionsConfig:
         for name, task in tasks.items():
             task.check(name, info.labels)
         inputs = {
-            name: value.check(name, info.labels, info.ranges)
+            name: value.resolve(name, info.labels, info.ranges)
             for name, value in self.inputs.items()
         }
         task_labels = {task.label for task in tasks.values()}
