@@ -304,8 +304,7 @@ class SequenceBuilder(ABC):
         if not requests.height:
             return BuiltPart(self.output.empty_table(), count)
         users = requests["user"].unique()
-        if len(users) < behaviours["user"].n_unique():
-            behaviours = behaviours.filter(pl.col("user").is_in(users.implode()))
+        behaviours = behaviours.filter(pl.col("user").is_in(users.implode()))
         # leave-last-out breaks ties between equal times by a hash
         hashes_ties, split = self.config.ties == "strict", self.split
         requests = assign_splits(requests, split, hashes_ties=hashes_ties)
