@@ -39,15 +39,18 @@ class UserError(Exception):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a clause that suggests the nearest valid name, or lists the first 8.
 
-    Names with the same last part, such as `lr` of `fit.lr`, are preferred.
+    Names with the same last part, such as `lr` of `fit.lr`, are preferred, then names
+    of the same section.
     """
-    names = list(known)
-    last = word.rsplit(".", 1)[-1]
-    names = [name for name in names if name.rsplit(".", 1)[-1] == last] or names
-    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
+    section, _, last = word.rpartition(".")
+    parts = [(*name.rpartition("."), name) for name in known]
+    near = [part for part in parts if part[2] == last]
+    near = near or [part for part in parts if part[0] == section] or parts
+    names = {part[2]: part[3] for part in near}
+    nearest = difflib.get_close_matches(last, names, n=1, cutoff=0.5)
     if nearest:
-        return f"the nearest is '{nearest[0]}'"
-    return f"it takes {', '.join(map(repr, names[:8])) or 'none'}"
+        return f"the nearest is '{names[nearest[0]]}'"
+    return f"it takes {', '.join(map(repr, [*names.values()][:8])) or 'none'}"
 
 
 def pluralize(count: int, noun: str) -> str:

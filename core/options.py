@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from inspect import cleandoc, getsource
 from itertools import pairwise
 from types import UnionType
@@ -172,15 +173,21 @@ class Option(NamedTuple):
     def help(self) -> str:
         """Docstring below the field, which may be in a base class."""
         name = self.key.rpartition(".")[2]
-        for base in self.config_class.__mro__:
-            with suppress(OSError, TypeError):  # the class is in no file
-                body = ast.parse(cleandoc(getsource(base))).body[0].body  # type: ignore[attr-defined]
-                for field, text in pairwise(body):
-                    target = getattr(field, "target", None)
-                    is_field = isinstance(target, ast.Name) and target.id == name
-                    if is_field and isinstance(text, ast.Expr):
-                        return cleandoc(ast.literal_eval(text.value))
-        return ""
+        texts = (read_docs(base).get(name) for base in self.config_class.__mro__)
+        return next(filter(None, texts), "")
+
+
+@cache
+def read_docs(config_class: type) -> dict[str, str]:
+    """Return the docstring below each field of a class, by name."""
+    docs = {}
+    with suppress(OSError, TypeError):  # the class is in no file
+        body = ast.parse(cleandoc(getsource(config_class))).body[0].body  # type: ignore[attr-defined]
+        for field, text in pairwise(body):
+            target = getattr(field, "target", None)
+            if isinstance(target, ast.Name) and isinstance(text, ast.Expr):
+                docs[target.id] = cleandoc(ast.literal_eval(text.value))
+    return docs
 
 
 def list_types(hint: Any) -> tuple[Any, ...]:

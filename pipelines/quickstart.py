@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from core.errors import UserError, format_duration
 from core.options import (
     STRICT,
+    Folder,
     Seed,
     build,
     changed,
@@ -106,7 +107,7 @@ class QuickstartConfig:
     source: str | None = None
     """Source file of the real log; by default the file named after the folder, or a
     guess."""
-    output: str = "runs"
+    output: Folder = "runs"
     """Folder for all output, with a subfolder per dataset."""
     encoder: str = "tfidf"
     """Text encoder: tfidf, minilm (`make encoder` installs it), or the name or path of
@@ -161,6 +162,8 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     flow = build(Flow, read_yaml(str(FLOWS))[kind], f"{kind}.")
     raw, tables = config.data or str(home / "raw"), str(home / "tables")
 
+    if taken := {"kind", "output"} & config.simulate.keys():
+        raise UserError(f"the quickstart sets simulate.{min(taken)}")
     if not config.data:
         options = {"kind": kind, **flow.simulate, **config.simulate, "output": raw}
         announce("Simulate a raw log", "simulate", options, began)

@@ -290,8 +290,9 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "text": config.text,
         "trust_code": config.trust_code,
     }
-    content = merge(content, sweep.grid.fixed, nest(point))
+    content = merge(content, sweep.grid.fixed)
     if sweep.grid.job == "evaluate":
+        content = merge(content, nest(point))
         content |= content.pop("evaluate", {})
         evaluation = build(EvaluateConfig, content)
         # trials run in other folders
@@ -306,9 +307,8 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
     }
     if taken := [key for key in point if key.startswith((*fixed, "fit.metric"))]:
         raise UserError(f"'{taken[0]}' is set by the sweep, and is no axis")
-    training = build(
-        TrainConfig, merge(content, fixed, {"fit": {"metric": sweep.metric}})
-    )
+    metric = {"fit": {"metric": sweep.metric}}
+    training = build(TrainConfig, merge(content, metric, nest(point), fixed))
     # trials run in other folders
     model = locate_encoders(training.model)
     names = path_fields(type(model), "checkpoint")
