@@ -150,8 +150,18 @@ class Table(Generic[Info]):
             raise UserError(f"{self.uri} was made with {difference}", "settings")
 
     def part_uris(self) -> list[str]:
-        """Return the URIs of the files."""
-        return [join(self.uri, part.path) for part in self.files]
+        """Return the URIs of the files, whose sizes are checked."""
+        filesystem, root = open_uri(self.uri)
+        paths = [posixpath.join(root, part.path) for part in self.files]
+        with storage_errors(self.uri):
+            infos = filesystem.get_file_info(paths)
+        uris = [join(self.uri, part.path) for part in self.files]
+        for part, info, uri in zip(self.files, infos, uris, strict=True):
+            if info.size != part.bytes:
+                raise UserError(
+                    f"{uri} has {info.size} bytes, its manifest says {part.bytes}"
+                )
+        return uris
 
     def read(self, columns: list[str] | None = None) -> pa.Table:
         """Read some or all columns of all rows."""

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from dataclasses import field, replace
 from pathlib import Path
@@ -243,12 +244,15 @@ def run_models(
                         arguments = (model.steps, label, began, log)
                         running[pool.submit(run_in_process, *arguments)] = model
                         del waiting[label]
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                # short waits, since a signal does not end a wait
+                ended, _ = wait(running, 1, FIRST_COMPLETED)
                 for future in ended:
                     name = running.pop(future).name
                     print(end=(logs / f"{name}.txt").read_text(encoding="utf-8"))
                     future.result()
                     trained.add(name)
+        except BrokenProcessPool as error:
+            raise UserError("the process of a model was killed") from error
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()

@@ -88,6 +88,7 @@ class OutputTables:
             file_hash = earlier.inputs.get(file, "") if unchanged else "changed"
             inputs = {**inputs, file: file_hash}
         if earlier.fingerprint == fingerprint(config, inputs):
+            earlier.part_uris()  # raises for a missing or truncated part
             self.report(f"{name}: up to date, {pluralize(earlier.rows, 'row')}")
             return earlier
         if self.append:

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import unquote
 
 import polars as pl
@@ -42,7 +43,7 @@ LOG_ROW = "log_row"
 """Column with the number of an event in its piece, after lists are exploded."""
 NO_REJECTS = pl.DataFrame(schema=pl.Schema(REJECTS))
 # temporary columns of a frame while lists are exploded
-ELEMENT, UNEQUAL, LIST = "__element", "__unequal", "__list"
+ELEMENT, REQUEST, UNEQUAL, LIST = "__element", "__request", "__unequal", "__list"
 MAX_EXPLODED_ROWS = 1 << 18
 """Approximate maximum number of rows per block after lists are exploded."""
 MAX_INT32 = 2**31 - 1
@@ -223,14 +224,6 @@ class Rows:
                 f"{what}: missing, written as text such as nan or null, infinite, or "
                 f"no text",
             )
-
-    def hash_requests(self) -> None:
-        """Store a request id per row of the file: a hash of user, times and items."""
-        columns = ["user_id", "timestamp_ms", "position", "item_id"]
-        event = pl.concat_str(columns, separator=" ", ignore_nulls=True).hash(seed=0)
-        request = event.bitwise_xor().over("raw").cast(pl.String)
-        values = self.values.with_columns(raw=self.raw[ROW]).select(request)
-        self.store("request_id", values.to_series())
 
     def parse_text(self, target: str) -> None:
         """Store a column as text; empty text becomes null.
@@ -739,6 +732,7 @@ class EventParser:
         rows.parse_ids("user_id")
         if log.explode:
             rows.reject(piece[UNEQUAL], f"{log.item}: lists of unequal length")
+            rows.store("request_id", piece[REQUEST])
             rows.store("position", piece[ELEMENT].fill_null(0).cast(pl.Int32))
         rows.parse_ids("item_id")
         rows.parse_time("timestamp_ms", log.event_time, self.piece_index, past=True)
@@ -746,8 +740,6 @@ class EventParser:
             rows.parse_text("query")
         if log.request:
             rows.parse_ids("request_id")
-        elif log.explode:
-            rows.hash_requests()
         if log.position:
             rows.parse_integer("position")
         for name, label in log.labels.items():
@@ -767,7 +759,7 @@ class EventParser:
         return rows
 
     def _add_lists(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Add the lists to explode, and their elements' positions."""
+        """Add the lists to explode, their elements' positions, and request ids."""
         lists = {
             name: evaluate_list(rows, text, f"explode.{name}", self.uri)
             for name, text in self.log.explode.items()
@@ -783,7 +775,11 @@ class EventParser:
             name: pl.when(is_usable).then(values)
             for name, values in {**lists, ELEMENT: positions}.items()
         }
-        return rows.with_columns(**usable, **{UNEQUAL: is_unequal.to_series()})
+        # pages that differ in any column are different requests
+        content = pl.struct(sorted({*rows.columns} - {ROW})).struct.json_encode()
+        request = content.hash(seed=0).cast(pl.String)
+        extra: dict[str, Any] = {REQUEST: request, UNEQUAL: is_unequal.to_series()}
+        return rows.with_columns(**usable, **extra)
 
     def _parse_sequences(self, rows: pl.DataFrame, sequence: str) -> Iterator[Rows]:
         """Yield the rows of events from lists of items, one row per item."""

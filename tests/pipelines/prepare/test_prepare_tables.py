@@ -79,6 +79,13 @@ def test_finished_tables_are_kept_until_overwritten(tmp_path):
         os.utime(raw / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert read_hashes(out) == hashes
 
+    part = out / "items" / read_manifest(f"{out}/items").files[0].path
+    content = part.read_bytes()
+    part.write_bytes(content[:-1])
+    with pytest.raises(UserError, match="its manifest says"):
+        prepare_log(MAPPING, raw, out)
+    part.write_bytes(content)
+
     # A missing table is written again, and unfinished parts are removed.
     (out / "sequences/manifest.json").unlink()
     (out / f"sequences/part-{'0' * 20}.parquet").write_bytes(b"half")
