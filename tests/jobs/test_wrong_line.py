@@ -128,7 +128,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda home: truncate(next((home / "tables/sequences").glob("*.parquet"))),
-        "is damaged",
+        "its manifest says",
     ),
     (lambda home: truncate(home / "sids/trie/manifest.json"), "is damaged"),
     (
