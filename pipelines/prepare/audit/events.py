@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import polars as pl
 
+from core.errors import UserError
 from pipelines.prepare.audit.base import EVENT, MINUTE_MS, Rule, Tables
 from pipelines.prepare.reading.read import parse_sql
+
+
+def check_files(tables: Tables, rule: Rule) -> None:
+    """Check that every listed file is complete and has the listed rows and columns."""
+    for name, table in tables.opened.items():
+        columns = table.columns
+        for part in table.files:
+            rule.rows += 1
+            try:
+                rows = replace(table, files=[part]).read()
+            except UserError as error:
+                rule.add_violation(str(error))
+                continue
+            if rows.num_rows != part.rows:
+                rule.add_violation(
+                    f"{name}/{part.path}: {rows.num_rows} rows, the manifest says "
+                    f"{part.rows}"
+                )
+            for column in columns:
+                if column not in rows.column_names:
+                    rule.add_violation(f"{name}/{part.path}: no column {column}")
 
 
 def check_inputs(tables: Tables, rule: Rule) -> None:

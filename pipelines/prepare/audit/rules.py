@@ -24,6 +24,7 @@ from pipelines.prepare.audit.base import Rule, Tables
 from pipelines.prepare.audit.events import (
     check_catalogue,
     check_events,
+    check_files,
     check_inputs,
     check_texts,
     check_users,
@@ -32,6 +33,7 @@ from pipelines.prepare.audit.retrieval import check_retrieval_tables
 from pipelines.prepare.audit.search import check_search_tables
 
 RULES = {
+    "files": "files have the sizes, hashes, rows and columns that manifests list",
     "inputs": "items and sequences were made from these events and items",
     "events": "times are int64 and not negative; keys are set; each part is sorted",
     "rows": "rows of the log are events, duplicates or rejects, and `where` holds",
@@ -85,6 +87,8 @@ def audit_tables(uri: str) -> None:
 def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
     """Check the tables under `uri` against the rules of their kind.
 
+    If a file differs from its manifest, only the rule `files` is checked.
+
     Args:
         uri: Folder of the tables.
         progress: Called with the name of each step.
@@ -100,6 +104,10 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     }
     tables = Tables({**opened, "sequences": sequences})
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
+    progress("files")
+    check_files(tables, rules["files"])
+    if rules["files"].violations:
+        return [rules["files"]]
     try:
         check_inputs(tables, rules["inputs"])
         progress("events")

@@ -297,10 +297,25 @@ def change_behaviour(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
+def truncate_part(folder: Path) -> None:
+    """Cut off the last bytes of a part."""
+    part = next(folder.glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:-20])
+
+
+def change_row_count(folder: Path) -> None:
+    """Record another number of rows of a part in a manifest."""
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"][0]["rows"] += 1
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
 # The damage, by words of the message about it.
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "lacks a column": replace_by_other_schema,
     "label_purchase": change_behaviour,
+    "bytes, its manifest says": truncate_part,
+    "rows, the manifest says": change_row_count,
 }
 
 
