@@ -8,6 +8,9 @@
 #                                            sequential_rules sasrec sasrec_sids sid_sasrec blend tiger sid_mlp; by default all
 #   SEEDS='42 43 44' LEVELS=2 CODES=256     as the quickstart: a code for at least 8 items, 3 levels above 16,384 items
 #
+# A log without texts of items, such as yoochoose, gets vectors of its items from pairs of neighbours in its training window:
+# positive pointwise mutual information, singular vectors.
+#
 # The same line again keeps the finished work and continues. Its end writes papers/results/small_LOG.jsonl.
 set -euo pipefail
 log=$(realpath "$1") out=$(realpath -m "$2")
@@ -47,8 +50,42 @@ trained() {  # MODEL
 }
 
 [ -e "$tables/statistics.json" ] || job prepare --source "jobs/configs/sources/$name.yaml" --input "$log" --output "$tables"
+vectors=(--encoder tfidf)
+if [ "$name" = yoochoose ]; then
+  vectors=(--embeddings "$out/vectors.npy" --id "$out/ids.txt")
+  [ -e "$out/vectors.npy" ] || "$python" - "$tables" "$out" <<'END'
+import sys
+
+import numpy as np
+import polars as pl
+import scipy.sparse as sp
+from scipy.sparse.linalg import svds
+
+import trieline
+from core.schemas import SequencesInfo
+from core.tables import open_table
+
+tables, out = sys.argv[1:]
+end = open_table(f"{tables}/sequences", SequencesInfo).info.split.val_start_ms
+users = trieline.tables(tables).sequences.select("user_id", "item_index", "timestamp_ms")
+rows = users.explode("item_index", "timestamp_ms").filter(pl.col("timestamp_ms") < end)
+items = trieline.tables(tables).items["item_id"].to_list()
+counts = sp.csr_matrix((len(items), len(items)))
+for step in range(1, 6):
+    pairs = rows.with_columns(next=pl.col("item_index").shift(-step).over("user_id")).drop_nulls("next")
+    ends = pairs["item_index"].to_numpy(), pairs["next"].to_numpy()
+    counts += sp.csr_matrix((np.ones(len(pairs)), ends), counts.shape)
+counts = sp.coo_matrix(counts + counts.T)
+popularity = np.maximum(np.asarray(counts.sum(1)).ravel(), 1)
+ratio = counts.data * counts.sum() / popularity[counts.row] / popularity[counts.col]
+counts.data = np.maximum(np.log(ratio), 0)
+left, values, _ = svds(counts.tocsr(), k=64, v0=np.ones(len(items)))
+np.save(f"{out}/vectors.npy", (left * np.sqrt(values)).astype(np.float32))
+open(f"{out}/ids.txt", "w").write("\n".join(items))
+END
+fi
 [ -e "$sids/trie/manifest.json" ] || job tokenize --tables "$tables" --output "$sids" --tokenizer rqkmeans \
-  --tokenizer.levels "${LEVELS:-2}" --tokenizer.codebook_size "${CODES:-256}" --encoder tfidf
+  --tokenizer.levels "${LEVELS:-2}" --tokenizer.codebook_size "${CODES:-256}" "${vectors[@]}"
 untrained="popularity own_items item_knn ease sequential_rules"
 [ $# -gt 0 ] || set -- $untrained sasrec sasrec_sids sid_sasrec blend tiger sid_mlp
 for model in "$@"; do
