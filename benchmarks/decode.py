@@ -39,6 +39,7 @@ from benchmarks.harness import (
     time_in_turns,
     to_line,
 )
+from core.options import check_known
 from models import loaded_model
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.batch import PAD
@@ -63,6 +64,9 @@ MAX_HISTORY = TigerConfig().max_history
 TOP_K = 10
 USERS = 1024
 """Number of histories from which batches are drawn."""
+
+Step = Callable[[HistoryBatch], Any]
+"""The encoder or the search of a variant."""
 
 
 def random_codes(num_items: int, generator: torch.Generator) -> Tensor:
@@ -130,11 +134,8 @@ def cut_batches(variant: str, params: Line) -> list[HistoryBatch]:
     return batches
 
 
-def make_steps(
-    variant: str, model: Any, beam: int
-) -> tuple[Callable[[HistoryBatch], Any], Callable[[HistoryBatch], Any]]:
+def make_steps(variant: str, model: Any, beam: int) -> tuple[Step, Step]:
     """Return a variant's functions of a batch: its encoder alone, and its search."""
-    options: dict[str, Any] = {"beam": beam}
     if variant.startswith("hf"):
         library, use_cache = to_transformers(model), variant == "hf"
         return (
@@ -143,8 +144,8 @@ def make_steps(
         )
     if not variant.endswith("plain"):
         return (
-            lambda batch: model.backbone.infer(batch),
-            lambda batch: model.recommend(batch, TOP_K, **options),
+            model.backbone.infer,
+            lambda batch: model.recommend(batch, TOP_K, beam=beam),
         )
 
     @torch.no_grad()
@@ -189,6 +190,7 @@ def decode(
         items: Items of the catalogue.
         variants: Names in `MODELS`.
     """
+    check_known(variants, MODELS, "variants")
     params: Line = {"batch": batch, "beam": beam, "items": items}
     params |= {"threads": threads, "runs": runs, "device": str(device())}
     memory = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Line, device, in_fresh_process, read_peak_mb, to_line
-from core.options import build, read_configs
+from core.options import build, check_known, read_configs
 from core.schemas import Inputs
 from models.registry import build_model_config
 from models.training.fit_config import FitConfig
@@ -55,6 +55,7 @@ def train(
         modes: Names in `MODES`.
         **options: Values of `model.NAME` and `fit.NAME`.
     """
+    check_known(modes, MODES, "modes")
     content = read_configs(config.split(","))
     for name, value in options.items():
         section, _, key = name.partition(".")
