@@ -25,6 +25,7 @@ from models.metrics.metric import lower_is_better
 from models.search.metrics import WITHIN_POSITIONS
 from pipelines import tracking
 from pipelines.comparison.compare import (
+    TEACHER,
     Comparison,
     compare,
     find_best_run,
@@ -130,7 +131,10 @@ def describe_best(comparison: Comparison, differences: pl.DataFrame) -> str:
     within = row.get(f"test/{WITHIN_POSITIONS}")
     text += "" if within is None else f" GAUC within shown positions: {within:.4f}."
     seconds, speed = row["train/total_seconds"], row["test/requests_per_s"]
-    text += "" if seconds is None else f" Trained in {seconds:,.0f} s."
+    if seconds is not None:
+        is_built_on_others = row[TEACHER] or row.get("model.hashes")
+        after = ", after the models that it builds on" if is_built_on_others else ""
+        text += f" Trained in {seconds:,.0f} s{after}."
     return text if speed is None else f"{text} {speed:,.0f} requests/s on test."
 
 

@@ -107,8 +107,9 @@ def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Tabl
     if not any(models["settings"]):
         models = models.drop("settings")
     notes = [
-        "val: at the best epoch. requests: of test. ±: over seeds. [...]: evaluated "
-        "with these options."
+        "val: at the best epoch. requests: of test. train s: without the training of "
+        "a teacher or a blend's models. ±: over seeds. [...]: evaluated with these "
+        "options."
     ]
     unfinished = rows.filter(pl.col("num_unfinished") > 0)["name"]
     if len(unfinished):

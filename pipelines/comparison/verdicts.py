@@ -146,35 +146,33 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
             runs.setdefault(row_number, []).append(by_metric[metric])
     averages = {number: average_runs(of_row) for number, of_row in runs.items()}
     rows = comparison.rows.filter(pl.col("row").is_in(list(averages)))
-    bases: dict[tuple[str, str], dict[str, Any]] = {}  # of each kind and log
-    for row in rows.rows(named=True):
-        for kind, name in (("baseline", "is_baseline"), ("shown", "is_diagnostic")):
-            if row[name]:
-                bases.setdefault((kind, row["log"]), row)
+    bases = [
+        rows.filter(is_base)
+        .unique("log", keep="first", maintain_order=True)
+        .select("log", kind=pl.lit(kind), base="model_label", base_row="row")
+        for kind, is_base in (("baseline", "is_baseline"), ("shown", "is_diagnostic"))
+    ]
+    pairs = (
+        rows.filter(is_baseline=False, is_diagnostic=False)
+        .join(pl.concat(bases), on="log", maintain_order="left_right")
+        .select("kind", "row", "model", "label", "ranking", "base", "base_row")
+        .with_columns(metric=pl.lit(metric))
+    )
     by_users: dict[str, list[tuple[Any, ...]]] = {}
-    for row in rows.filter(is_baseline=False, is_diagnostic=False).rows(named=True):
-        users, counts, values = averages[row["row"]]
-        for (kind, log), base in bases.items():
-            base_users, _, base_values = averages[base["row"]]
-            if log != row["log"] or base_users != users:
-                continue
-            if kind == "shown" and base_values @ counts / counts.sum() == TIES:
-                continue
-            line = {
-                "kind": kind,
-                **{name: row[name] for name in ("row", "model", "label", "ranking")},
-                "base": base["model_label"],
-                "metric": metric,
-                "users": len(counts),
-            }
-            difference = values - base_values
-            by_users.setdefault(users, []).append((line, difference, counts))
-    tables = [pl.DataFrame(schema={"row": rows["row"].dtype, "kind": pl.String})]
+    for pair in pairs.rows(named=True):
+        users, counts, values = averages[pair["row"]]
+        base_users, _, base_values = averages[pair["base_row"]]
+        if base_users != users:
+            continue
+        if pair["kind"] == "shown" and base_values @ counts / counts.sum() == TIES:
+            continue
+        line = {**pair, "users": len(counts)}
+        by_users.setdefault(users, []).append((line, values - base_values, counts))
+    tables = [pairs.clear()]
     for same_users in by_users.values():
         lines, differences, all_counts = zip(*same_users, strict=True)
         intervals = bootstrap_intervals(np.stack(differences), all_counts[0])
-        table = pl.DataFrame(lines, infer_schema_length=None)
-        tables.append(table.hstack(intervals))
+        tables.append(pl.DataFrame(lines).hstack(intervals))
     return pl.concat(tables, how="diagonal_relaxed")
 
 
