@@ -32,7 +32,7 @@ import models
 from core.errors import UserError
 from core.files import join, open_uri
 from core.schemas import Inputs, RunRef, SequencesInfo
-from core.tables import MANIFEST, TableInfo, open_table, read_manifest
+from core.tables import MANIFEST, TableInfo, open_table, read_manifest, read_parquet
 from models import own_code, registry
 from models.model import Model
 from models.retrieval.requests import EVERY
@@ -96,8 +96,9 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
         The model's URI in MLflow.
     """
     model_class = registry.find(checkpoint.read(uri).name)
-    is_catalogue = model_class.ranks == "catalogue"
-    options = CATALOGUE_OPTIONS if is_catalogue else CANDIDATE_OPTIONS
+    options = CANDIDATE_OPTIONS
+    if model_class.ranks == "catalogue":
+        options = CATALOGUE_OPTIONS
     info = open_table(inputs.sequences, SequencesInfo).info
     client = connect(run.uri)
     training = client.get_run(run.run_id)
@@ -193,10 +194,11 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     model_class = registry.find(name)
     inputs = inputs.select(name, model_class.extra_inputs)
     tables = model_class.catalogue_class.tables
-    (bundle / "checkpoint").mkdir(parents=True)
+    target = bundle / "checkpoint"
+    target.mkdir(parents=True)
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
-            shutil.copyfile(local / file, bundle / "checkpoint" / file)
+            shutil.copyfile(local / file, target / file)
     for option, folder in inputs.folders().items():
         for table in (*tables[option], "tokens"):
             table_uri = join(folder, table)
@@ -207,20 +209,17 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
         write_encoder(inputs, bundle)
 
 
-def copy_table(uri: str, target: Path, manifest_only: bool = False) -> None:
+def copy_table(uri: str, target: Path, *, manifest_only: bool) -> None:
     """Copy a table, or only its manifest, to a new local folder."""
     filesystem, source = open_uri(uri)
     target.mkdir(parents=True)
     names = [MANIFEST]
     if not manifest_only:
-        names += [part.path for part in open_table(uri, TableInfo).files]
+        for part_uri in open_table(uri, TableInfo).part_uris():
+            read_parquet(part_uri, [])  # raises if the part is damaged
+            names.append(part_uri.rpartition("/")[2])
     for name in names:
-        fs.copy_files(
-            f"{source}/{name}",
-            str(target / name),
-            source_filesystem=filesystem,
-            destination_filesystem=fs.LocalFileSystem(),
-        )
+        fs.copy_files(f"{source}/{name}", target / name, source_filesystem=filesystem)
 
 
 def write_encoder(inputs: Inputs, bundle: Path) -> None:

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
+from core.errors import UserError
 from core.schemas import Inputs, RunRef
 from jobs.compare import Config, run
 from models.loaded_model import load_model
@@ -75,6 +76,14 @@ def load_first_trial(folder: Path, name: str) -> Any:
     register_first_trial(folder, name)
     with package.use_store(f"sqlite:///{folder}/mlflow.db"):
         return mlflow.pyfunc.load_model(f"models:/{name}/1")
+
+
+def test_a_damaged_table_is_not_packaged(tmp_path):
+    write_tables(tmp_path)
+    [part] = (tmp_path / "tables/items").glob("*.parquet")
+    part.write_bytes(part.read_bytes()[::-1])
+    with pytest.raises(UserError, match=part.name):
+        package.copy_table(str(part.parent), tmp_path / "copy", manifest_only=False)
 
 
 @pytest.mark.long
