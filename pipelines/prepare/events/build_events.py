@@ -40,7 +40,6 @@ from pipelines.prepare.reading.rows import (
     LOG_ROW,
     RejectCounts,
     check_missing,
-    common_missing,
     read_events,
     read_section,
 )
@@ -228,10 +227,9 @@ def _read_files(
         rejected = RejectCounts()
         for summary in summaries:
             rejected.add(summary.rejected)
-        missing = common_missing(s.missing for s in summaries if s.blocks)
         if not earlier:
-            check_missing(missing, "event", run.input)
-        for name, hint in missing.items():
+            check_missing(rejected.missing, "event", run.input)
+        for name, hint in (rejected.missing or {}).items():
             run.report(
                 f"warning: no new file has a column '{name}', so its values are "
                 f"missing; {hint}"
@@ -315,9 +313,6 @@ class PieceSummary:
     """Number of valid events."""
     reject_parts: list[Part]
     """Written parts of `rejects`."""
-    missing: dict[str, str]
-    """Columns that no block of the piece has, each with a hint at a similar name."""
-    blocks: int
 
 
 @dataclass(frozen=True)
@@ -362,7 +357,6 @@ def read_piece(
     rejected = RejectCounts()
     num_events = 0
     reject_parts: list[Part] = []
-    missing: list[dict[str, str]] = []
     # hashes are the same in every process
     partition = pl.col("user_id").hash(seed=0) // 2 % partitions
     keys = [partition.cast(pl.Int32).alias(KEY)]
@@ -378,7 +372,6 @@ def read_piece(
         if block.rejects.height:
             rejects = block.rejects.select(REJECTS.names).to_arrow().cast(REJECTS)
             reject_parts.append(write_part(rejects_uri, rejects))
-        missing.append(block.missing)
         num_events += block.rows.height
         yield block.rows.with_columns(keys).drop(LOG_ROW)
     # a summary follows a frame, and a piece may have no block
@@ -386,13 +379,7 @@ def read_piece(
         pl.lit(0, pl.Int64).alias(LOG_ROW)
     )
     yield empty.with_columns(keys).drop(LOG_ROW, *source.absent_columns)
-    summary = PieceSummary(
-        rejected,
-        num_events,
-        reject_parts,
-        common_missing(missing),
-        len(missing),
-    )
+    summary = PieceSummary(rejected, num_events, reject_parts)
     yield ReadSummary(piece_index, summary)
 
 

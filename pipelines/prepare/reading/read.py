@@ -134,16 +134,18 @@ class Files:
         Files that begin like Parquet are Parquet, whatever their suffix. The suffix of
         a compression is ignored.
         """
-        if self.format is None and is_parquet(uri):
+        if self.format:
+            return self.format
+        if is_parquet(uri):
             return "parquet"
         suffixes = [s[1:].lower() for s in PurePosixPath(uri).suffixes]
-        suffixes = [s for s in suffixes if s not in COMPRESSED_SUFFIXES]
-        if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
+        known = [SUFFIXES.get(s) for s in suffixes if s not in COMPRESSED_SUFFIXES]
+        if not known or known[-1] is None:
             raise UserError(
                 f"'format' is not set, and the name of {uri} indicates none of "
                 f"{', '.join(get_args(Format))}"
             )
-        return self.format or SUFFIXES[suffixes[-1]]
+        return known[-1]
 
     def detect_delimiter(self, file: str) -> str:
         """Return the configured delimiter, by default that of the file's suffix."""
@@ -619,6 +621,7 @@ def _parse_csv(
     end = len(text) if last else text.rfind(b"\n") + 1
     if _is_regular(text[:end], files, delimiter):
         with suppress(UnicodeDecodeError):
+            text[:end].decode()  # Arrow cannot pass other text to `skip`
             return *_parse_with_arrow(text[:end], files, delimiter, names, columns), end
     return _parse_line_by_line(text, files, delimiter, names, columns, last)
 
@@ -647,19 +650,10 @@ def _is_regular(text: bytes, files: Files, delimiter: str) -> bool:
 def _parse_with_arrow(
     text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str]
 ) -> tuple[pl.DataFrame, Broken]:
-    """Parse rows of one line each with Arrow; arguments as in `_parse_csv`.
-
-    Raises:
-        UnicodeDecodeError: If a value of `columns`, or a broken line, is not UTF-8.
-    """
+    """Parse rows of one line each with Arrow; arguments as in `_parse_csv`."""
     if not text.strip(b"\r\n"):
         return pl.DataFrame(schema=dict.fromkeys(columns, pl.String)), []
     broken: Broken = []
-    decode_error = None
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:  # Arrow cannot pass such a row to `skip`
-        decode_error = error
 
     def skip(row: Any) -> str:
         reason = f"row: {row.actual_columns} columns, not {row.expected_columns}"
@@ -667,30 +661,24 @@ def _parse_with_arrow(
         broken.append((row.number - 1, reason, line[:MAX_QUOTED_CHARS]))
         return "skip"
 
-    try:
-        table = pa.csv.read_csv(
-            pa.BufferReader(text),
-            # Rows are numbered only with one thread. Ray's tasks read files in
-            # parallel.
-            pa.csv.ReadOptions(
-                use_threads=False, block_size=len(text) + 1, column_names=names
-            ),
-            pa.csv.ParseOptions(
-                delimiter=delimiter,
-                quote_char=files.quote or False,
-                invalid_row_handler=None if decode_error else skip,
-            ),
-            pa.csv.ConvertOptions(
-                include_columns=columns,
-                column_types=dict.fromkeys(columns, pa.string()),
-                null_values=[""],
-                strings_can_be_null=True,
-            ),
-        )
-    except pa.ArrowInvalid:
-        if decode_error:
-            raise decode_error from None
-        raise
+    table = pa.csv.read_csv(
+        pa.BufferReader(text),
+        # Rows are numbered only with one thread. Ray's tasks read files in parallel.
+        pa.csv.ReadOptions(
+            use_threads=False, block_size=len(text) + 1, column_names=names
+        ),
+        pa.csv.ParseOptions(
+            delimiter=delimiter,
+            quote_char=files.quote or False,
+            invalid_row_handler=skip,
+        ),
+        pa.csv.ConvertOptions(
+            include_columns=columns,
+            column_types=dict.fromkeys(columns, pa.string()),
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
+    )
     return pl.DataFrame(table), broken
 
 
@@ -830,7 +818,7 @@ def _parse_json_lines(
         columns, _ = select_columns(expressions, rows.columns)
         for values in rows.select(columns):
             # polars may convert objects and lists to text, and round large integers
-            inner = values.explode() if values.dtype == pl.List(pl.String) else values
+            inner = values.explode() if isinstance(values.dtype, pl.List) else values
             is_text, is_float = inner.dtype == pl.String, inner.dtype == pl.Float64
             if (is_text and inner.str.contains(r"^[\[{]").any()) or (
                 is_float and (inner.abs() >= 2**53).any()
@@ -858,6 +846,14 @@ def _read_ndjson(text: bytes) -> pl.DataFrame:
     return pl.read_ndjson(text, infer_schema_length=None)
 
 
+def _parse_float(text: str) -> str | float:
+    """Parse a JSON number; integers written as decimals, which may be ids, stay text.
+
+    Integers below 2^53 are exact as floats.
+    """
+    return text if re.fullmatch(r"-?\d{16,}\.0+", text) else float(text)
+
+
 def _json_kind(value: Any) -> str:
     """Return the kind of a JSON value; all values of a column have the same kind."""
     if isinstance(value, dict):
@@ -878,7 +874,7 @@ def _parse_objects(
     reasons: dict[int, str] = {}
     for line_index, line in enumerate(lines):
         try:
-            value = json.loads(line, strict=False)
+            value = json.loads(line, strict=False, parse_float=_parse_float)
             if not isinstance(value, dict):
                 raise ValueError(f"it is a JSON {type(value).__name__}")
             objects[line_index] = value
@@ -931,6 +927,7 @@ def _read_json_value(
         content = json.loads(
             b"".join(_read_blocks(uri, files, None)),
             object_pairs_hook=build_object,
+            parse_float=_parse_float,
             strict=False,
         )
     except ValueError as error:

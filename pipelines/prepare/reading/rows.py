@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote
@@ -73,7 +73,7 @@ class Block:
 
 @dataclass
 class RejectCounts:
-    """Number of rows that were read, and of rejected rows by reason."""
+    """Numbers of rows that were read, and of rejected rows by reason."""
 
     rows_read: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -81,12 +81,14 @@ class RejectCounts:
     """Location and content of the first rejected row, by reason."""
     left_out: int = 0
     """Number of rows that `where` leaves out, which are not among the read ones."""
+    missing: dict[str, str] | None = None
+    """Columns that no block has, with hints; None without a block."""
 
     @classmethod
     def from_block(cls, block: Block) -> RejectCounts:
         """Count the rejects of a block."""
         reasons = Counter(block.rejects["reason"])
-        counts = cls(block.rows_read, reasons, left_out=block.left_out)
+        counts = cls(block.rows_read, reasons, {}, block.left_out, block.missing)
         first = block.rejects.unique("reason", keep="first", maintain_order=True)
         for row in first.to_dicts():
             piece = f" of the piece at {row['piece']:,}" if row["piece"] else ""
@@ -98,6 +100,11 @@ class RejectCounts:
 
     def add(self, other: RejectCounts) -> None:
         """Add other counts; the sum does not depend on the order of additions."""
+        if self.missing is None:
+            self.missing = other.missing
+        elif other.missing is not None:
+            missing = self.missing.items()
+            self.missing = {n: hint for n, hint in missing if n in other.missing}
         self.rows_read += other.rows_read
         self.left_out += other.left_out
         self.reasons.update(other.reasons)
@@ -131,31 +138,15 @@ class RejectCounts:
             )
 
 
-def common_missing(missing: Iterable[dict[str, str]]) -> dict[str, str]:
-    """Return the columns that all blocks lack, with hints.
-
-    Args:
-        missing: Hints by missing column of each block.
-    """
-    blocks = list(missing)
-    if not blocks:
-        return {}
-    return {
-        name: hint
-        for name, hint in blocks[0].items()
-        if all(name in block for block in blocks)
-    }
-
-
-def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
+def check_missing(missing: dict[str, str] | None, what: str, input_uri: str) -> None:
     """Raise a UserError for a column that no file has.
 
     Args:
-        missing: Hints by missing column.
+        missing: Hints by missing column, if a block was read.
         what: Kind of the files, for the message.
         input_uri: Input folder, for the message.
     """
-    for name, hint in missing.items():
+    for name, hint in (missing or {}).items():
         raise UserError(f"no {what} file of {input_uri} has a column '{name}'; {hint}")
 
 
@@ -221,8 +212,8 @@ class Rows:
             self.reject(ids.is_null() & blank.fill_null(True), f"{what}: {missing}")
             self.reject(
                 ids.is_null(),
-                f"{what}: missing, written as text such as nan or null, infinite, or "
-                f"no text",
+                f"{what}: missing, written as text such as nan or null, a float too "
+                f"large to be exact, or no text",
             )
 
     def parse_text(self, target: str) -> None:
@@ -480,9 +471,9 @@ def clean_ids(values: pl.Series) -> pl.Series:
     if values.dtype.is_integer():
         return values.cast(pl.String)
     if values.dtype.is_float():
-        text = _format_floats(values)
-    else:
-        text = values.cast(pl.String, strict=False)
+        largest = 2**24 if values.dtype == pl.Float32 else 2**53
+        values = _format_floats(choose(values.abs() < largest, values))
+    text = values.cast(pl.String, strict=False)
     is_unclean = text.str.contains(UNCLEAN_ID).fill_null(False)
     if not is_unclean.any():
         return text
@@ -608,14 +599,12 @@ def read_section(
 ) -> tuple[pl.DataFrame, RejectCounts]:
     """Read files of a section, given relative to the input folder, in their order."""
     blocks = [pl.DataFrame(schema=pl.Schema(section.schema))]
-    missing: list[dict[str, str]] = []
     rejected = RejectCounts()
     for file in files:
         for block in read_section_file(section, input_uri, file):
             blocks.append(block.rows)
             rejected.add(RejectCounts.from_block(block))
-            missing.append(block.missing)
-    check_missing(common_missing(missing), section.key.removesuffix("_id"), input_uri)
+    check_missing(rejected.missing, section.key.removesuffix("_id"), input_uri)
     return pl.concat(blocks), rejected
 
 
@@ -783,9 +772,9 @@ class EventParser:
 
     def _parse_sequences(self, rows: pl.DataFrame, sequence: str) -> Iterator[Rows]:
         """Yield the rows of events from lists of items, one row per item."""
-        lists = evaluate_list(rows, sequence, "sequence", self.uri)
-        items = lists.cast(pl.List(pl.String)).fill_null([])
+        items = evaluate_list(rows, sequence, "sequence", self.uri).fill_null([])
         if self.log.item:  # an item after the list
+            items = items.cast(pl.List(pl.String))
             evaluated, _ = evaluate(rows, {"last": self.log.item}, self.uri)
             last_item = clean_ids(evaluated["last"])
             with_last = pl.concat_list(items, last_item)

@@ -153,7 +153,7 @@ def _reject_times(
     if time.format:
         expected, key = f"a time as {time.format}", "time.format"
     else:
-        descriptions = {"order": "an integer", "iso": "an ISO 8601 time"}
+        descriptions = {"order": "an integer that is exact", "iso": "an ISO 8601 time"}
         expected = descriptions.get(time.unit, f"a number of {time.unit}")
         key = "time.unit"
     missing = values.is_null()
@@ -198,7 +198,8 @@ def _parse_text(text: pl.Series, time: Time) -> pl.Series:
 
 def _parse_number_text(text: pl.Series, time: Time) -> pl.Series:
     """Parse texts as integers, then as floats."""
-    parsed = _parse_numbers(text.cast(pl.Int64, strict=False), time)
+    whole = text.str.replace(r"\.0*$", "").cast(pl.Int64, strict=False)
+    parsed = _parse_numbers(whole, time)
     is_open = parsed.is_null() & text.is_not_null()
     if is_open.any():
         numbers = text.filter(is_open).cast(pl.Float64, strict=False)
@@ -235,13 +236,16 @@ def _parse_numbers(number: pl.Series, time: Time) -> pl.Series:
             return number // divisor
         # clipping avoids an overflow and leaves the number out of the valid range
         return number.clip(-MAX_TIME_MS, MAX_TIME_MS) * factor
+    if number.dtype.is_decimal():
+        return _parse_number_text(number.cast(pl.String), time)
     number = number.cast(pl.Float64)
     number = pl.select(pl.when(number.is_finite()).then(number)).to_series()
     micros = (number * (1000 * factor / divisor)).round(0)
     parsed = (micros // 1000).cast(pl.Int64, strict=False)
     if time.has_clock_times:
         return parsed
-    is_whole = number == parsed.cast(number.dtype)
+    # larger floats may be rounded integers
+    is_whole = (number == parsed.cast(number.dtype)) & (number.abs() < 2**53)
     return pl.select(pl.when(is_whole).then(parsed)).to_series()
 
 
@@ -260,31 +264,22 @@ def _parse_by_polars(text: pl.Series, time: Time) -> pl.Series:
         time_format = time_format.replace(".%f", "%.f")
         directives = set(re.findall(r"%(.)", time_format.replace("%.f", "")))
         formats = [time_format] if directives <= SHARED_DIRECTIVES else []
-    attempts = []
-    for polars_format in formats:
-        is_iso_date = time.format is None and polars_format == "%Y-%m-%d"
-        attempts.append(_parse_format(column, polars_format, time.zone, is_iso_date))
+    attempts = [_parse_format(column, name, time.zone) for name in formats]
     with suppress(pl.exceptions.PolarsError):  # a format that polars does not support
         if attempts:
             return text.to_frame("text").select(pl.coalesce(attempts)).to_series()
     return pl.repeat(None, len(text), dtype=pl.Int64, eager=True)
 
 
-def _parse_format(
-    column: pl.Expr, polars_format: str, zone: str | None, is_date: bool
-) -> pl.Expr:
+def _parse_format(column: pl.Expr, polars_format: str, zone: str | None) -> pl.Expr:
     """Parse texts of one format to epoch ms, null for other texts."""
     has_zone = "%z" in polars_format
-    if is_date:
-        dates = column.str.to_date(polars_format, strict=False)
-        parsed = dates.cast(pl.Datetime("us"))
-    else:
-        parsed = column.str.to_datetime(
-            polars_format,
-            time_unit="us",
-            time_zone="UTC" if has_zone else None,
-            strict=False,
-        )
+    parsed = column.str.to_datetime(
+        polars_format,
+        time_unit="us",
+        time_zone="UTC" if has_zone else None,
+        strict=False,
+    )
     if not has_zone:
         parsed = parsed.dt.replace_time_zone(
             zone or "UTC", ambiguous="earliest", non_existent="null"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.fixtures.commands import prepare_log, write_rows
@@ -46,3 +48,19 @@ def test_what_makes_metrics_worse_is_warned_of(
     assert len(warnings) == len(fragments)
     for line, fragment in zip(warnings, fragments, strict=True):
         assert fragment in line
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_histories_that_ascend_by_item_id_are_noted(tmp_path, capsys, is_sorted):
+    draw, rows = random.Random(3), []
+    for user in range(120):
+        items = draw.sample(range(100, 200), 12)
+        items = sorted(items) if is_sorted else items
+        rows += [{"user": f"u{user}", "item": f"i{item}"} for item in items]
+    write_rows(tmp_path / "log.csv", rows)
+    source = SOURCE | {"time": {"unit": "order"}, "prepare": {"core": 0}}
+
+    prepare_log(source, tmp_path, tmp_path / "tables")
+
+    output = capsys.readouterr().out
+    assert output.count("100% of adjacent behaviours") == is_sorted
