@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -104,9 +105,9 @@ def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
     return pa.schema([USER_ID, time, *query, ITEM_IDS, *scores, *values])
 
 
-@dataclass(frozen=True)
-class InferenceTask:
-    """Arguments that all workers of a batch inference share."""
+@dataclass
+class Inference:
+    """Writer of a table of rankings, which workers get and load the model for."""
 
     checked: CheckedEvaluation
     """The checkpoint and its tables."""
@@ -121,39 +122,42 @@ class InferenceTask:
     recommend: dict[str, Any]
     """Options of `recommend`, with the mask of the allowed items."""
 
-
-class Inference:
-    """Writer of a table of rankings, which holds the model and the catalogue."""
-
     table: ClassVar[str]
     """Kind of the table."""
     count_name: ClassVar[str]
     """Key in the manifest of the sum of the parts' counts."""
-    examples: Any
-    """The requests to rank, `Examples`."""
 
-    def __init__(self, task: InferenceTask) -> None:
-        self.task = task
-        self.device = resolve_device(task.config.device)
-        self.loaded = LoadedModel.load(
-            task.checked.uri, task.config.inputs, self.device
-        )
-        self.model = self.loaded.model
-        self.recommend = dict(task.recommend)
-        if "allowed" in self.recommend:
-            mask = self.recommend["allowed"].to(self.device)
-            self.recommend["allowed"] = self.model.encode_allowed(mask)
-        self.tables = self.loaded.catalogue.versions
-        items = self.tables["items"].read(["item_id"])
-        self.items = items["item_id"].combine_chunks()
+    def write_parts(self, rank: int) -> list[tuple[Part, int]]:
+        """Return the part and count of each file of `sequences` of one shard."""
+        self.load()
+        num_files = len(self.tables["sequences"].files)
+        return [
+            self.write_part(file) for file in range(rank, num_files, self.config.shards)
+        ]
+
+    def load(self) -> None:
+        """Load the model, the ids of the items and the requests."""
+        self.device = resolve_device(self.config.device)
+        loaded = LoadedModel.load(self.checked.uri, self.config.inputs, self.device)
+        self.model, self.tables = loaded.model, loaded.catalogue.versions
+        self.items = self.read_column("items", "item_id")
         max_history = self.model.config.max_history
         self.dataset = Dataset.load(
             self.model,
-            self.loaded.catalogue,
-            task.split,
-            max_history=required_history(max_history, task.recommend),
+            loaded.catalogue,
+            self.split,
+            max_history=required_history(max_history, self.recommend),
         )
-        self.examples = self.dataset.examples
+        self.examples: Any = self.dataset.examples
+        if "allowed" in self.recommend:
+            mask = self.recommend["allowed"].to(self.device)
+            self.recommend["allowed"] = self.model.encode_allowed(mask)
+
+    def read_column(self, table: str, name: str) -> pa.Array:
+        """Read a column of a table, which may be empty."""
+        if not self.tables[table].rows:  # an empty table has no files
+            return pa.array([], pa.string())
+        return self.tables[table].read([name])[name].combine_chunks()
 
     def write_part(self, file: int) -> tuple[Part, int]:
         """Rank for the users of a file of `sequences`, and write a part of the table.
@@ -170,18 +174,15 @@ class Inference:
         # batches of similar lengths
         ordered = rows[self.examples.take(rows).sort_order()]
         ranked = []
-        for batch_rows in self.dataset.cut_batches(
-            ordered, self.task.config.batch_size
-        ):
+        for batch_rows in self.dataset.cut_batches(ordered, self.config.batch_size):
             batch = self.dataset.collate(batch_rows).to(self.device)
             with torch.no_grad():
                 ranked.append([value.cpu().numpy() for value in self.rank(batch)])
         if not ranked:
-            return write_part(self.task.output, self.task.schema.empty_table()), 0
+            return write_part(self.output, self.schema.empty_table()), 0
         arrays = [np.concatenate(batches) for batches in zip(*ranked, strict=True)]
-        columns, count = self.to_columns(*arrays)
-        table = pa.table(columns, schema=self.task.schema)
-        return write_part(self.task.output, table), count
+        table, count = self.to_table(*arrays)
+        return write_part(self.output, table), count
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Rank for a batch.
@@ -191,8 +192,8 @@ class Inference:
         """
         raise NotImplementedError
 
-    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
-        """Return the columns of a part of the table, and its count for `count_name`.
+    def to_table(self, user: NDArray, *ranked: NDArray) -> tuple[pa.Table, int]:
+        """Return a part of the table, and its count for `count_name`.
 
         Args:
             user: (B,) rows of the users in `sequences`, of all batches of the part.
@@ -209,17 +210,17 @@ class CatalogueInference(Inference):
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Return user rows (B,), request numbers (B,), items and scores (B, K)."""
-        k = self.task.config.k
+        k = self.config.k
         items, scores = self.model.recommend(batch, k, **self.recommend)
         return batch.user_row, batch.request, items, scores.float()
 
-    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
-        """Return the columns of the table, and the number of short rankings."""
+    def to_table(self, user: NDArray, *ranked: NDArray) -> tuple[pa.Table, int]:
+        """Return a part of the table, and the number of short rankings."""
         order = np.argsort(ranked[0], kind="stable")  # by user, then by request
         user = user[order]
         number, items, scores = (values[order] for values in ranked)
         columns = [pc.take(self.users, pa.array(user - self.first_user))]
-        if self.task.split != "next":
+        if self.split != "next":
             columns += self.describe_requests(user, request_index(number))
         is_item = items >= 0  # (B, K); items are negative after a short ranking's end
         lengths = is_item.sum(1)  # (B,)
@@ -230,7 +231,8 @@ class CatalogueInference(Inference):
             pa.ListArray.from_arrays(offsets, values)
             for values in (item_ids, item_scores)
         ]
-        return columns, int((lengths < self.task.config.k).sum())
+        num_short = int((lengths < self.config.k).sum())
+        return pa.table(columns, schema=self.schema), num_short
 
     def describe_requests(self, user: NDArray, index: NDArray) -> list[pa.Array]:
         """Return index, time, targets and whether they are known of requests (B,)."""
@@ -261,15 +263,6 @@ class CandidateInference(Inference):
     table = "scores"
     count_name = "candidates"
 
-    def __init__(self, task: InferenceTask) -> None:
-        super().__init__(task)
-        self.has_queries = "query" in task.schema.names
-        if self.has_queries:
-            self.queries = pa.array([], pa.string())
-            if self.tables["queries"].rows:  # an empty table has no files
-                queries = self.tables["queries"].read(["query"])
-                self.queries = queries["query"].combine_chunks()
-
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Return user rows, requests, times, queries, items, labels and scores.
 
@@ -281,27 +274,33 @@ class CandidateInference(Inference):
         names = ("user_row", "request", "time", "query", "item")
         return *(keys[name] for name in names), labels, scores
 
-    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
-        """Return the columns of `scores_schema`, and the number of candidates."""
-        first_scores = ranked[-1][:, 0]  # (C,) by the first label
-        order = np.lexsort((-first_scores, ranked[0], user))
-        user = user[order]
-        request, time, query, item, labels, scores = (
-            values[order] for values in ranked
+    def to_table(self, user: NDArray, *ranked: NDArray) -> tuple[pa.Table, int]:
+        """Return the table of `scores_schema`, and the number of candidates."""
+        request, time, query, item, labels, scores = ranked
+        names = self.schema.names[-2 * scores.shape[1] :]
+        values = [*scores.T, *(labels.T > 0)]
+        requests = (
+            pl.DataFrame(
+                {
+                    "user": user - self.first_user,
+                    "request": request,
+                    "timestamp_ms": time,
+                    "query": query,
+                    "item_id": pl.Series(pc.take(self.items, pa.array(item))),
+                    **dict(zip(names, values, strict=True)),
+                }
+            )
+            .sort("user", "request", -pl.col(names[0]), maintain_order=True)
+            .group_by("user", "request", "timestamp_ms", "query", maintain_order=True)
+            .agg(pl.all())
+            .with_columns(user_id=pl.lit(pl.Series(self.users)).gather("user"))
         )
-        is_first = np.append(True, (np.diff(user) != 0) | (np.diff(request) != 0))
-        first = np.flatnonzero(is_first)  # first candidate of each request
-        offsets = pa.array(np.append(first, len(user)), pa.int32())
-        user_index = pa.array(user[first] - self.first_user)
-        columns = [pc.take(self.users, user_index), pa.array(time[first])]
-        if self.has_queries:
-            query_index = pa.array(query[first], mask=query[first] < 0)
-            columns.append(pc.take(self.queries, query_index))
-        lists = [pc.take(self.items, pa.array(item))]
-        lists += [pa.array(values, pa.float32()) for values in scores.T]
-        lists += [pa.array(values > 0) for values in labels.T]
-        columns += [pa.ListArray.from_arrays(offsets, values) for values in lists]
-        return columns, len(user)
+        if "query" in self.schema.names:
+            queries = pl.Series(self.read_column("queries", "query"), dtype=pl.String)
+            index = requests["query"].replace(-1, None)
+            requests = requests.with_columns(query=queries.gather(index))
+        table = requests.select(self.schema.names).to_arrow().cast(self.schema)
+        return table, len(user)
 
 
 def infer_all(
@@ -356,10 +355,10 @@ def infer_all(
         finished.check_made_with(settings, hashes)
         return finished, True
     split = ranked.get("split", "")
-    task = InferenceTask(checked, config, output, schema, split or "next", recommend)
+    inference = kind(checked, config, output, schema, split or "next", recommend)
     num_files = len(sequences.files)
     with writing(output):
-        shards = run_shards(write_parts, config, in_ray, kind, task)
+        shards = run_shards(inference.write_parts, config, in_ray)
         # shard `rank` has the files rank, rank + shards, rank + 2 * shards, ...
         written = [
             shards[file % config.shards][file // config.shards]
@@ -378,14 +377,3 @@ def infer_all(
             ),
         )
     return table, False
-
-
-def write_parts(
-    kind: type[Inference], task: InferenceTask, rank: int
-) -> list[tuple[Part, int]]:
-    """Return the part and count of each file of `sequences` of one shard."""
-    worker = kind(task)
-    num_files = len(task.checked.versions["sequences"].files)
-    return [
-        worker.write_part(file) for file in range(rank, num_files, task.config.shards)
-    ]
