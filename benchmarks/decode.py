@@ -135,7 +135,7 @@ def cut_batches(variant: str, params: Line) -> list[HistoryBatch]:
 
 
 def make_steps(variant: str, model: Any, beam: int) -> tuple[Step, Step]:
-    """Return a variant's functions of a batch: its encoder alone, and its search."""
+    """Return two functions of a batch: the encoder of a variant, and its search."""
     if variant.startswith("hf"):
         library, use_cache = to_transformers(model), variant == "hf"
         return (
@@ -157,7 +157,7 @@ def make_steps(variant: str, model: Any, beam: int) -> tuple[Step, Step]:
 
 
 def make(variant: str, params: Line, *, encoder: bool = False) -> Call:
-    """Return a warmed-up call of a variant for the batch of a run."""
+    """Warm a variant up, and return the function that a run calls."""
     torch.set_num_threads(params["threads"])
     use_exact_onednn()
     model = load_model(MODELS[variant], params["items"])

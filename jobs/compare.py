@@ -20,7 +20,7 @@ Config = CompareConfig
 def run(config: CompareConfig) -> None:
     """Print the tables, write the requested files, and register the best run."""
     cli.say_loading("mlflow")
-    from pipelines.comparison.page import compare_runs
+    from pipelines.comparison.report import compare_runs
 
     compare_runs(config)
 

@@ -145,7 +145,7 @@ class ModelSteps(NamedTuple):
 
 def run_quickstart(config: QuickstartConfig) -> Path:
     """Run the flow of a kind of log, and return the page of the comparison."""
-    from pipelines.comparison.page import compare_runs
+    from pipelines.comparison.report import compare_runs
     from pipelines.prepare.audit.rules import audit_tables
     from pipelines.prepare.kinds.registry import KINDS, simulate_log
     from pipelines.prepare.prepare import build_options, make_tables

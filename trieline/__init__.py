@@ -10,7 +10,7 @@ docs/library.md has examples.
 """
 
 from pipelines.comparison.config import CompareConfig
-from pipelines.comparison.page import compare_runs as compare
+from pipelines.comparison.report import compare_runs as compare
 from pipelines.daily import DailyConfig
 from pipelines.daily import process_day as daily
 from pipelines.encode.config import EncodeConfig, TokenizeConfig

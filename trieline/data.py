@@ -21,7 +21,7 @@ from models.loaded_model import load_catalogue
 
 @dataclass(frozen=True)
 class Tables:
-    """The output folder of `prepare`, whose tables are read when they are named."""
+    """Tables in an output folder of `prepare`; each property reads its table."""
 
     folder: str
     """Path or URI of the folder."""

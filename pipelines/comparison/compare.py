@@ -189,7 +189,6 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
     models = [registry.find(name) for name in sorted(names)]
     baselines = [model.name for model in models if model.is_baseline]
     diagnostics = [model.name for model in models if model.is_diagnostic]
-    is_unseen = pl.when("is_unseen")
     runs = runs.with_row_index("row").with_columns(
         # the encoder of SID-MLP++ is a checkpoint
         pl.when(pl.col("model.encoder_hash").is_null()).then("model.encoder"),
@@ -198,7 +197,9 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
         seed=pl.col("fit.seed").fill_null(""),
         model=model,
         model_label=pl.coalesce(tracking.RANKS_BY_TAG, model),
-        ranking=is_unseen.then(pl.lit(KNOWN_LEFT_OUT)).otherwise(pl.lit(ALL_ITEMS)),
+        ranking=pl.when("is_unseen")
+        .then(pl.lit(KNOWN_LEFT_OUT))
+        .otherwise(pl.lit(ALL_ITEMS)),
         is_baseline=model.is_in(baselines),
         is_diagnostic=model.is_in(diagnostics),
     )

@@ -31,6 +31,11 @@ OPTIONS = sorted(field.name for field in fields(AtSpeedOptions))
 """Options of evaluations, which are params of their runs."""
 
 TEXTS = (
+    "id",
+    "name",
+    "experiment",
+    "status",
+    "artifacts",
     *OPTIONS,
     *(f"model.{name}" for name in OPTIONS),
     "model.name",
@@ -54,7 +59,7 @@ TEXTS = (
     tracking.SMOKE_TAG,
     tracking.FORMAT_TAG,
 )
-"""Params and tags that the frame of runs always has as columns."""
+"""Fields, params and tags that the frame of runs always has as columns."""
 
 NUMBERS = (
     "train/parameters",
@@ -111,21 +116,23 @@ def read_runs(uri: str, experiments: Sequence[str] = ()) -> pl.DataFrame:
             re.sub("^best/", "val/", tracking.from_mlflow_name(name)): value
             for name, value in sorted(run.data.metrics.items(), reverse=True)
         }
-        of_run = {
+        line = {
+            **run.data.params,
+            **run.data.tags,
+            **metrics,
             "id": run.info.run_id,
             "name": run.info.run_name,
             "experiment": names[run.info.experiment_id],
             "status": run.info.status,
             "artifacts": run.info.artifact_uri,
         }
-        lines.append({**run.data.params, **run.data.tags, **metrics, **of_run})
-    of_run_names = ("id", "name", "experiment", "status", "artifacts")
-    schema = dict.fromkeys((*of_run_names, *TEXTS), pl.String)
-    empty = pl.DataFrame(schema=schema | dict.fromkeys(NUMBERS, pl.Float64))
-    if not lines:
-        return empty
-    table = pl.DataFrame(lines, infer_schema_length=None)
-    return pl.concat([empty, table], how="diagonal_relaxed").fill_nan(None)
+        lines.append(line)
+    schema = dict.fromkeys(TEXTS, pl.String) | dict.fromkeys(NUMBERS, pl.Float64)
+    tables = [
+        pl.DataFrame(schema=schema),
+        pl.DataFrame(lines, infer_schema_length=None),
+    ]
+    return pl.concat(tables, how="diagonal_relaxed").fill_nan(None)
 
 
 def read_evaluations(runs: pl.DataFrame) -> pl.DataFrame:
@@ -183,7 +190,10 @@ def filter_trainings(runs: pl.DataFrame) -> pl.DataFrame:
 
 
 def select_trainings(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
-    """Return trainings and notes; of each sweep, trainings with the best settings."""
+    """Return the trainings to compare, and notes on runs that are left out.
+
+    Of a sweep only the trainings with the best settings are compared.
+    """
     trainings = filter_trainings(runs)
     is_earlier = pl.col(tracking.FORMAT_TAG).ne_missing(str(RunRecord.version))
     earlier = runs.filter(pl.col("model.name").is_not_null() & is_earlier)

@@ -52,12 +52,13 @@ METRICS = (
 )
 """Metrics of candidates in the table of models, in order."""
 
-COSTS = {
+COUNTS = {
+    "test/examples": "requests",
     "train/parameters": "params",
     "train/total_seconds": "train s",
     "test/requests_per_s": "requests/s",
 }
-"""Headings of the columns of costs in the table of models."""
+"""Headings of the columns of counts in the table of models."""
 
 MAX_WIDTH = 10_000
 """Largest number of characters of a line of a table."""
@@ -84,24 +85,15 @@ def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Tabl
     ]
     val, test = f"val/{comparison.metric}", f"test/{comparison.metric}"
     names = dict.fromkeys((val, test, *compared, *own, *METRICS))
-    models = rows.select(
-        run="name",
-        model="model_label",
-        seeds=pl.col("num_seeds").cast(pl.String),
-        requests=format_counts(rows["test/examples"]),
-        settings=pl.col("settings").fill_null(""),
-    )
     means = {name: format_means(rows, name) for name in names if name in measured}
     leading = [means.pop(name) for name in (val, test) if name in means]
-    costs = [format_counts(rows[name]).alias(COSTS[name]) for name in COSTS]
-    models = models.select(
-        "model",
-        "run",
-        "seeds",
+    models = rows.select(
+        pl.col("model_label").alias("model"),
+        pl.col("name").alias("run"),
+        pl.col("num_seeds").cast(pl.String).alias("seeds"),
         *leading,
-        "requests",
-        *costs,
-        "settings",
+        *(format_counts(rows[name]).alias(COUNTS[name]) for name in COUNTS),
+        pl.col("settings").fill_null(""),
         *means.values(),
     )
     if not any(models["settings"]):

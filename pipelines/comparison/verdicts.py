@@ -215,7 +215,7 @@ class Baseline:
 
 
 def build_fit(name: str, **options: Any) -> FitConfig:
-    """Return the options with which a baseline counts in one pass."""
+    """Return the training options of a baseline, which counts in one pass."""
     batch_size = BATCH_SIZES[registry.find(name).example_unit]
     return FitConfig(batch_size=batch_size, **options)
 
@@ -321,7 +321,7 @@ def judge_result(result: Result, baselines: list[Baseline], metric: str) -> Verd
 
 
 def describe_verdict(verdict: Verdict) -> str:
-    """Return lines about a model, the best baseline, and the shown order."""
+    """Describe a verdict in a line, and the shown order in a second one."""
     shown_order = ""
     if verdict.shown_order:
         shown_order = f"\n  against the shown order: {verdict.shown_order}. "

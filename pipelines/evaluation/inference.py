@@ -107,7 +107,7 @@ def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
 
 @dataclass
 class Inference:
-    """Writer of a table of rankings, which workers get and load the model for."""
+    """A batch inference, whose workers write the parts of a table of rankings."""
 
     checked: CheckedEvaluation
     """The checkpoint and its tables."""

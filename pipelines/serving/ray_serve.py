@@ -64,7 +64,7 @@ SCHEMA_REFERENCE = (
 
 
 class Options(BaseModel, extra="forbid"):
-    """Options of an application."""
+    """Options of the Serve application."""
 
     model: str
     """Registered version, models:/NAME/VERSION, or an alias to follow:

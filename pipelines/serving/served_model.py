@@ -84,7 +84,7 @@ class RefusedRequest(MlflowException, UserError):
 
 
 def validate(model_class: type[BaseModel], content: Any) -> Any:
-    """Return the pydantic model of content or JSON.
+    """Parse content or JSON into a pydantic model.
 
     Raises:
         RefusedRequest: If a key or value is invalid. The message has at most 200

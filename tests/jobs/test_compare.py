@@ -15,7 +15,7 @@ from jobs import compare
 from jobs.cli import config_from_words
 from jobs.compare import Config, run
 from pipelines import tracking
-from pipelines.comparison.page import shorten
+from pipelines.comparison.report import shorten
 from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
 HOSTILE = "<img src=x>|[a](b)"
