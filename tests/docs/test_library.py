@@ -62,13 +62,6 @@ def test_recommendations_equal_those_of_the_evaluated_model(page):
     assert set(answer["item_id"]) == set(allowed[3:])
 
 
-def test_nearest_items_are_those_of_the_vectors(page):
-    vectors = torch.nn.functional.normalize(page["vectors"], dim=1)
-    nearest = (vectors @ vectors.T).fill_diagonal_(-1).argmax(1).tolist()
-    lists = page["model"].nearest(3)["nearest"].to_list()
-    assert [ids[0] for ids in lists] == [page["model"].item_ids[i] for i in nearest]
-
-
 def test_a_run_is_its_folder_a_checkpoint_or_its_id(page):
     folder: Path = page["folder"]
     record = read_record(str(folder / "runs/sasrec"))

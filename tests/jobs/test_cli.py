@@ -14,7 +14,6 @@ from pydantic.dataclasses import dataclass
 
 from core import options
 from core.errors import UserError
-from jobs import cli, daily
 
 
 @dataclass(config=options.STRICT)
@@ -59,13 +58,6 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
     path.write_text("source: a\nsplit:\n  val_share: 0.3\n")
     parsed = parse("--config", str(path), "--source", "b")
     assert parsed == Options("b", split=Split(val_share=0.3))
-
-
-def test_words_below_options_of_another_job_are_nested():
-    words = ["--output", "o", "--prepare.split.val_days", "3", "--train.fit.lr", "0.1"]
-    content = options.read_words(words, daily.Config)
-    assert content["prepare"] == {"split": {"val_days": "3"}}
-    assert content["train"] == {"fit": {"lr": "0.1"}}
 
 
 def test_a_flag_needs_no_value():
@@ -115,21 +107,6 @@ def test_a_wrong_config_file_is_refused(tmp_path, text, message):
     assert message in str(error.value)
 
 
-def test_a_user_error_of_a_ray_task_is_found(ray_local):
-    import ray
-
-    @ray.remote
-    def fail() -> None:
-        raise UserError("a is 1, the limit is 0")
-
-    with pytest.raises(Exception) as raised:  # noqa: PT011 - Ray's class wraps the error
-        ray.get(fail.remote())
-
-    error = cli.find_user_error(raised.value)
-    assert error is not None
-    assert str(error) == "a is 1, the limit is 0"
-
-
 @pytest.mark.long
 def test_a_closed_pipe_causes_no_error_message(tmp_path):
     """`| head` closes the pipe early."""
@@ -150,23 +127,3 @@ def test_a_closed_pipe_causes_no_error_message(tmp_path):
     assert process.returncode == 141
     assert b"error" not in process.stderr
     assert b"Exception ignored" not in process.stderr
-
-
-def test_the_next_command_of_a_submitted_job_names_no_folder_of_rays_package(
-    tmp_path, monkeypatch
-):
-    package = tmp_path / "working_dir_files/_ray_pkg_0123456789abcdef"
-    package.mkdir(parents=True)
-    options = {
-        "tables": str(package / "my tables"),
-        "sids": "s3://bucket/sids",
-        "storage": "/mnt/efs/runs",
-        "config": "jobs/configs/retrieval/tiger.yaml",
-    }
-    monkeypatch.chdir(package)
-    assert cli.command_line("jobs.train", **options) == (
-        "python -m jobs.train --tables 'my tables' --sids s3://bucket/sids "
-        "--storage /mnt/efs/runs --config jobs/configs/retrieval/tiger.yaml"
-    )
-    monkeypatch.chdir(tmp_path)  # the working directory of a user
-    assert str(package) in cli.command_line("jobs.train", **options)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from jobs import cli, compare, train
+from jobs import cli, train
 
 
 def print_help(
@@ -16,12 +16,6 @@ def print_help(
     with pytest.raises(SystemExit):
         cli.config_from_words(module, [*words, "--help"])
     return capsys.readouterr().out
-
-
-def test_example_commands_keep_their_lines(capsys):
-    usage, *lines = print_help(compare, [], capsys).splitlines()
-    assert usage == "usage: python -m jobs.compare [--config FILE] [--OPTION VALUE ...]"
-    assert sum(line.startswith("    python -m jobs.compare ") for line in lines) == 3
 
 
 def test_the_help_of_a_training_shows_the_options_of_the_named_model(capsys):

@@ -1,4 +1,4 @@
-"""Test jobs.prepare as a command: its output, its errors, and kills at any time."""
+"""Test jobs.prepare as a command that is killed at any time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ import pytest
 import yaml
 
 from core.tables import read_manifest
-from jobs import cli
-from jobs import prepare as job
-from jobs.prepare import run
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import load_source
 from tests.fixtures.commands import read_config
@@ -133,21 +130,3 @@ def test_a_killed_and_repeated_run_has_the_undisturbed_result(in_ray, tmp_path):
         "rejects: 1 row, ms: before 1980" in repeated.stdout
         or "events: up to date" in repeated.stdout
     )
-
-
-def test_options_override_the_source_file(tmp_path, capsys):
-    raw = write_log(tmp_path / "raw", events=300)
-    options = ["--core", "0", "--split.test_fraction", "0.3"]
-    options += ["--max_events", "5", "--overwrite"]
-
-    run(cli.config_from_words(job, build_words(raw, tmp_path / "out", *options)))
-
-    statistics = json.loads((tmp_path / "out/statistics.json").read_text())
-    assert statistics["core"] == 0
-    assert statistics["max_length"] == 5
-    split = read_manifest(str(tmp_path / "out" / "sequences")).config["split"]
-    fractions = split["val_fraction"], split["test_fraction"]
-    assert (split["by"], *fractions) == ("temporal", 0.2, 0.3)
-    output = capsys.readouterr().out
-    assert "1 reject)" in output
-    assert output.splitlines()[-1].startswith("next: python -m jobs.audit")

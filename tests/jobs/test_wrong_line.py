@@ -84,6 +84,7 @@ WRONG_LINES = [
     ("encode --tables {search} --output {runs}/out --encoder tfidff", "'tfidf'"),
     ("encode --tables {tables} --output {runs}/out", "read no texts"),
     (f"{TOKENIZE} --tokenizer rqvae --tokenizer.epoch 3", "'tokenizer.epochs'"),
+    (f"{TOKENIZE} --tokenizer rqkmeans --embeddings x.npy", "needs id"),
     (f"{PREPARE} --input /nowhere", "/nowhere"),
     (f"{PREPARE} --source /nowhere.yaml", "/nowhere.yaml"),
     ("compare --experiment x --register a/b", "register is 'a/b'"),

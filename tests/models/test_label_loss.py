@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from core.errors import UserError
 from models.label_loss import (
     label_loss,
     resolve_weights,
@@ -56,8 +55,3 @@ def test_the_loss_equals_a_loop_over_labels_and_rows(share, weights):
 
     expected = compute_loss_by_loop(logits, labels, weights, selected)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_weight_of_an_unknown_label_is_rejected():
-    with pytest.raises(UserError, match="unknown 'likes' in label_weights"):
-        resolve_weights(LABELS, {"likes": 2.0})

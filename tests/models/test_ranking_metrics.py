@@ -1,11 +1,10 @@
-"""Ranking metrics equal brute force and scikit-learn, also when added over batches."""
+"""Ranking metrics equal brute force and scikit-learn."""
 
 from __future__ import annotations
 
 import math
 import pickle
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from sklearn.metrics import log_loss, roc_auc_score
 from core.errors import UserError
 from models.metrics import keyed_sums
 from models.metrics.ranking_metrics import (
-    METRIC_NAMES,
     Histogram,
     ranking_means,
     ranking_sums,
@@ -94,37 +92,6 @@ def untied_requests() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(len(scores), generator=generator, dtype=torch.float64)
     return scores + noise, labels, request
-
-
-def test_sums_of_batches_add_up_to_those_of_all_requests(untied_requests):
-    scores, labels, request = untied_requests
-    total: dict[str, Any] = {}
-    for begin in range(0, 200, 37):
-        rows = (request >= begin) & (request < begin + 37)
-        sums = ranking_sums(
-            scores[rows, None], labels[rows, None], request[rows] - begin
-        )
-        for name, value in sums.items():
-            total[name] = total.get(name, 0) + value
-
-    metrics = ranking_means(ranking_sums(scores[:, None], labels[:, None], request))
-
-    assert tuple(metrics) == METRIC_NAMES
-    assert ranking_means(total) == pytest.approx(metrics, rel=1e-12)
-
-
-def test_labels_measured_together_equal_labels_measured_alone(untied_requests):
-    scores, labels, request = untied_requests
-    logits = torch.stack([scores, -scores, scores.round()], 1)
-    targets = torch.stack([labels, labels, ~labels], 1)
-
-    together = ranking_sums(logits, targets, request, ("", "b/", "c/"))
-
-    for k, prefix in enumerate(("", "b/", "c/")):
-        alone = ranking_sums(logits[:, [k]], targets[:, [k]], request)
-        assert ranking_means(together, prefix) == {
-            prefix + name: value for name, value in ranking_means(alone).items()
-        }
 
 
 def test_metrics_equal_those_of_scikit_learn(untied_requests):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 import pytest
 
 from core.errors import UserError
 from core.schemas import Inputs
-from jobs.evaluate import Config
-from jobs.evaluate import run as evaluate
-from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
-from pipelines import tracking
-from pipelines.evaluation.result import load_test_metrics
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.training_tables import change_sequences, write_tables
 from tests.fixtures.trainings import CASES, SASREC, build_training
@@ -57,34 +50,3 @@ def test_a_metric_that_is_not_defined_is_rejected(repeats, tmp_path):
         run = build_small_training(model, Inputs(tables), metric=metric)
         with pytest.raises(UserError, match=f"fit.metric is {metric}, which is not"):
             run.validate(run.model)
-
-
-def test_an_undefined_metric_is_null_in_the_evaluation_and_absent_in_mlflow(
-    repeats, new_store, tmp_path, capsys
-):
-    run = build_small_training(SASREC, Inputs(repeats))
-    tracked_run = tracking.open_run(
-        new_store(tmp_path),
-        "retrieval/x",
-        "sasrec",
-        str(tmp_path),
-        config={"model": run.model.config_to_dict(run.model.config), "tables": repeats},
-        hashes=run.catalogue.hashes,
-    )
-    folder = tmp_path / "sasrec"
-    metadata = run.checkpoint(epoch=1, tracking=vars(tracked_run))
-    checkpoint.save(folder, run.model, metadata)
-
-    result = evaluate(Config(checkpoint=str(folder), tables=repeats))
-
-    assert result is not None
-    assert math.isnan(result.metrics["first/ndcg@10"])
-    written = json.loads((folder / "evaluation-test.json").read_text())["metrics"]
-    assert written["first/ndcg@10"] is None
-    assert written["first/recall@1"] is None
-    assert written["first/examples"] == 0
-    assert written["ndcg@10"] >= 0
-    logged = load_test_metrics(tracked_run)
-    assert "test/ndcg_at_10" in logged
-    assert not [name for name in logged if name.startswith("test/first/ndcg")]
-    assert "recall@10 -, ndcg@10 -" in capsys.readouterr().out

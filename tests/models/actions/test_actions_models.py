@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models import loaded_model
 from models.actions.base import FusionModel
-from models.actions.batch import ActionsBatch, has_tied_times
+from models.actions.batch import ActionsBatch
 from tests.fixtures.trainings import CASES
 
 VARIANTS = [
@@ -219,13 +219,3 @@ def test_ids_are_dropped_at_random_in_training_only(catalogue):
     dropped_share = (train_ids == 0).all(1).double().mean()
     assert 0.45 < dropped_share < 0.55
     assert (eval_ids != 0).any(1).all()
-
-
-def test_every_event_sees_the_events_strictly_before_it(batch):
-    batch.candidate_time[0] = torch.tensor([30, 31, -5])
-    assert not has_tied_times(batch.time, batch.valid)
-    assert batch.count_earlier()[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 0]
-    batch.time[0, 2:5] = 20
-    assert has_tied_times(batch.time, batch.valid)
-    assert batch.count_earlier()[0].tolist() == [0, 1, 2, 2, 2, 5, 6, 5, 5, 0]
-    assert batch.count_earlier()[3, 7:9].tolist() == [0, 0]  # a user without context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from models.retrieval.metrics import (
     exposure,
     means,
     measure_ranking,
-    names,
     rank_targets,
 )
 from tests.fixtures.batches import fill_batch
@@ -97,43 +95,6 @@ def test_metrics_of_baskets_equal_counts_by_hand():
         for name, value in expected.items():
             assert sums[f"{name}@{k}"] == pytest.approx(value)
     assert sums["examples"] == 40
-
-
-def test_requests_with_a_first_interaction_have_separate_metrics():
-    """A request whose target is in the history is a repeat; the third one is not."""
-    ranked = torch.arange(max(CUTOFFS)).expand(3, -1)
-    batch = fill_batch(
-        RequestBatch,
-        {},
-        target=torch.tensor([0, 2, 1]),
-        repeats=torch.tensor([1, 1, 0]),
-        user_row=torch.tensor([4, 5, 6]),
-    )
-    ndcg_of_third = 1 / math.log2(3)
-
-    # the second target, item 2, has no training behaviours
-    trained = torch.tensor([1, 1, 0])
-    new = means(measure_ranking(ranked, batch, trained=trained))
-    assert new["new/examples"] == 1
-    assert new["new/mrr@10"] == pytest.approx(1 / 3)
-    assert new["new/recall@1"] == 0
-    old = means(measure_ranking(ranked, batch, trained=torch.ones(3)))
-    assert not [name for name in old if name.startswith("new/")]
-
-    sums = measure_ranking(ranked, batch, by_user=1)
-    by_user = sums.pop("by_user/first/ndcg@10")
-    del sums["by_user/ndcg@10"], sums["by_user/recall@10"]
-    repeats = measure_ranking(ranked, replace(batch, repeats=torch.ones(3)))
-    metrics = means(add_sums([sums, repeats]))
-
-    assert metrics["first/examples"] == 1
-    assert metrics["first/ndcg@10"] == pytest.approx(ndcg_of_third)
-    assert metrics["ndcg@10"] == pytest.approx((1 + ndcg_of_third + 0.5) / 3)
-    users, values, counts = (part.tolist() for part in by_user.merge())
-    assert users == [6]
-    assert values == [pytest.approx(ndcg_of_third)]
-    assert counts == [1]
-    assert set(metrics) == set(names(None))
 
 
 def test_exposure_equals_a_count_of_shown_items_and_pairs():

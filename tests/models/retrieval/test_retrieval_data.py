@@ -5,12 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.dataset.columns import hash_strings
 from models.dataset.dataset import Dataset
 from models.retrieval.data import RequestBatch, WindowBatch
 from models.retrieval.requests import RETRIEVAL
@@ -157,12 +154,3 @@ def test_next_requests_follow_all_behaviours(write_tables):
     uri = str(write_tables(log, 10) / "sequences")
     examples = list_examples(load_split(RETRIEVAL, uri, "next"))
     assert examples == [(0, (4,), -1), (1, (2, 3, 5), -1)]
-
-
-def test_user_hashes_are_stable_distinct_and_spread():
-    ids = pa.array([f"user{i}" for i in range(5000)] + ["", "é", "日本"])
-    hashes = hash_strings(ids)
-    assert len(set(hashes.tolist())) == 5003
-    assert hashes.min() >= 0
-    assert np.bincount(hashes % 10, minlength=10).min() > 400
-    assert (hash_strings(ids.slice(100, 7)) == hashes[100:107]).all()

@@ -9,7 +9,6 @@ import pytest
 
 from core.errors import UserError
 from core.files import hold_lock
-from models.metrics.metric import lower_is_better
 from pipelines import tracking
 from pipelines.comparison.compare import (
     compare,
@@ -30,13 +29,6 @@ def test_names_of_seeds_are_shortened_to_their_common_prefix():
     assert name_runs(names, "tiger", "unseen") == "lr-0.1* [unseen]"
     assert name_runs(["a", "a"], "tiger", "") == "a"
     assert name_runs(["a", "b"], "tiger", "") == "tiger*"
-
-
-def test_lower_is_better_for_losses_times_and_memory():
-    lower = ["eval_loss", "mean/normalised_entropy", "test/mse", "peak_memory_mb"]
-    assert all(map(lower_is_better, lower))
-    higher = ["neg_mse", "ndcg@10", "mean/rig", "requests_per_s"]
-    assert not any(map(lower_is_better, higher))
 
 
 def test_a_row_has_mean_and_deviation_of_the_newest_run_of_each_seed(uri):

@@ -11,7 +11,6 @@ from core.schemas import Category
 from core.tables import read_manifest
 from pipelines.prepare.sequences import custom_features
 from pipelines.prepare.sequences.custom_features import (
-    Moments,
     TrainingValues,
     describe_features,
 )
@@ -98,21 +97,6 @@ def test_the_audit_finds_values_that_are_not_of_the_log_or_of_training(
     assert set(find_violations(copy_with_change(tables, tmp_path, change))) == {
         "features"
     }
-
-
-def test_moments_of_parts_add_up_to_those_of_all_values():
-    values = pl.Series([1e9 + 1, 1e9 + 2, None, 1e9 + 4, 1e9 + 9])
-
-    moments = Moments.from_values(values[:2])
-    moments += Moments.from_values(pl.Series([None], dtype=pl.Float64))
-    moments += Moments.from_values(values[3:])
-
-    number = moments.describe("x")
-    expected = Moments.from_values(values).describe("x")
-    assert expected.std == pytest.approx(values.std(ddof=0))
-    assert number.std == pytest.approx(expected.std)
-    assert number.mean == pytest.approx(expected.mean)
-    assert number.missing is expected.missing
 
 
 def test_a_category_with_more_values_than_the_limit_is_hashed(monkeypatch):

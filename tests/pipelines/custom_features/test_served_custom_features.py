@@ -110,27 +110,6 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
     assert other_scores != pytest.approx(scores, nan_ok=True, abs=1e-6)
 
 
-def test_a_served_model_reads_custom_features_by_name(
-    tables, text, tmp_path, new_store
-):
-    uri = new_store(tmp_path)
-    run = register_ranker(tmp_path, "qgs", tables, text)
-    model = load_served(uri)
-    batch = load_with_history(run)[0]
-    request = make_request(tables, batch)
-
-    scores = serve(model, request)
-
-    expected = dict(zip(request["candidates"], score_batch(run, batch), strict=True))
-    assert scores == pytest.approx(expected, abs=1e-5)
-    values = {"numbers": ("bm25", 2.5), "categories": ("city", "Rome")}
-    for column, (name, value) in values.items():
-        changed = {column: {name: [value] * len(request["candidates"])}}
-        assert serve(model, request | changed) != pytest.approx(scores, abs=1e-6)
-        changed = {f"history_{column}": {name: [value] * len(request["history"])}}
-        assert serve(model, request | changed) != pytest.approx(scores, abs=1e-6)
-
-
 def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
     raw, tmp_path, new_store
 ):

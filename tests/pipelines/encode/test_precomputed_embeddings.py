@@ -1,4 +1,4 @@
-"""Test embeddings from a user's file: all layouts, and files that are refused."""
+"""Test embeddings from a user's file: all layouts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import UserError
-from core.tables import Table, read_manifest
-from jobs import cli, tokenize
+from core.tables import Table
 from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.precomputed import read_precomputed
 from pipelines.encode.texts import embed_items
@@ -80,31 +78,3 @@ def test_each_item_gets_its_row(layout, items, tmp_path, monkeypatch):
     config = replace(config, encoder="tfidf")
     repeated = embed_items(items, out, config, precomputed, lines.append)
     assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
-
-
-def test_the_job_tokenizes_precomputed_embeddings(tmp_path, capsys):
-    (tmp_path / "tables/items").mkdir(parents=True)
-    write_items(tmp_path / "tables/items", [""] * 40)  # text is not read
-    vectors = np.random.default_rng(1).standard_normal((40, 4))
-    file = write_parquet(
-        tmp_path,
-        {
-            "sku": [f"i{n:04d}" for n in range(40)],
-            "v": pa.array(vectors.tolist(), LISTS),
-        },
-    )
-    words = [
-        "--tables",
-        f"{tmp_path}/tables",
-        "--output",
-        f"{tmp_path}/sids",
-        "--embeddings",
-        file,
-    ]
-    words += ["--tokenizer", "rqkmeans", "--tokenizer.codebook_size", "8"]
-    with pytest.raises(UserError, match=r"a \.parquet or .npy file needs id"):
-        cli.config_from_words(tokenize, words)
-    for status in ("made ", "nothing to do: "):
-        tokenize.run(cli.config_from_words(tokenize, [*words, "--id", "sku"]))
-        assert f"{status}{tmp_path}/sids" in capsys.readouterr().out
-    assert read_manifest(f"{tmp_path}/sids/sids").rows == 40

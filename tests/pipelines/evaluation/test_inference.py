@@ -39,8 +39,9 @@ def read_item_ids(tables: str) -> list[str]:
 
 
 def save_sasrec(folder: Path, tables: str) -> str:
-    """Save an untrained SASRec; return the path of its checkpoint."""
-    setup = build_training(SASREC, FitConfig(batch_size=8), Inputs(tables))
+    """Save an untrained SASRec that reads two items; return the checkpoint's path."""
+    options = {**SASREC, "max_history": 2}
+    setup = build_training(options, FitConfig(batch_size=8), Inputs(tables))
     path = str(folder / "sasrec")
     checkpoint.save(path, setup.model, setup.checkpoint(epoch=1))
     return path

@@ -297,39 +297,3 @@ def test_recommendations_can_be_restricted_to_allowed_items(
     stock.write_text("\n".join(item_ids[::6]))
     with pytest.raises(UserError, match="was made with allowed "):
         run(config)
-
-
-def test_unseen_leaves_out_the_whole_history_even_if_the_model_reads_less(
-    evaluation, ray_local, tmp_path
-):
-    inputs = Inputs(evaluation.tables)
-    setup = build_training(
-        {**SASREC, "max_history": 2}, FitConfig(batch_size=8), inputs
-    )
-    path = str(tmp_path / "short")
-    checkpoint.save(path, setup.model, setup.checkpoint(epoch=1))
-
-    config = Config(checkpoint=path, tables=evaluation.tables, unseen=True)
-    result = run(config)
-
-    examples = evaluation.load_examples("test", max_history=1000)
-    hits = repeats = longest = 0
-    for number in range(len(examples)):
-        batch = collate_user(examples, number)
-        target = batch.target.item()
-        history = set(batch.history[0].tolist())
-        ranking = setup.model.recommend(batch, 24)[0][0].tolist()
-        unseen = [item for item in ranking if item not in history]
-        hits += target in unseen[:10]
-        repeats += target in history
-        longest = max(longest, int(batch.history_length))
-    assert result.metrics["recall@10"] == pytest.approx(hits / len(examples))
-    assert longest > 2
-    assert repeats > 0
-    infer_all(replace(config, batch_inference=str(tmp_path / "out"), k=24))
-    item_ids = evaluation.read_item_ids()
-    next_examples = evaluation.load_examples("next", max_history=1000)
-    for number, ranking in enumerate(read_rankings(tmp_path / "out")):
-        batch = collate_user(next_examples, number)
-        history_ids = {item_ids[item] for item in batch.history[0].tolist()}
-        assert sorted(ranking) == sorted(set(item_ids) - history_ids)

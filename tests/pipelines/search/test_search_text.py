@@ -104,7 +104,7 @@ class Encoded:
     manifests: dict[str, Table]
 
 
-CONFIG = TextConfig(max_tokens=24, batch_size=7, workers=1)
+CONFIG = TextConfig(max_tokens=24, batch_size=7, workers=2)
 
 
 @pytest.fixture(scope="module")

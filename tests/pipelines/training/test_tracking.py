@@ -17,7 +17,6 @@ import pytest
 
 from core.errors import UserError
 from pipelines import tracking
-from pipelines.tracking import from_mlflow_name, to_mlflow_name
 from pipelines.tracking import runs as runs_module
 
 ROOT = Path(__file__).parents[3]
@@ -27,13 +26,6 @@ ROOT = Path(__file__).parents[3]
 def uri(tmp_path, new_store) -> str:
     """Create a store without runs; return its URI."""
     return new_store(tmp_path)
-
-
-def test_metric_names_survive_the_way_to_mlflow_and_back():
-    for name in ("val/ndcg@10", "test/first/recall@5", "looked_at_it/gauc", "loss"):
-        logged = to_mlflow_name(name)
-        assert "@" not in logged
-        assert from_mlflow_name(logged) == name
 
 
 WRITERS = """
