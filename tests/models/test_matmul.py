@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.cpu.matmul import MAX_RELATIVE_ERROR, use_exact_onednn
+from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear, use_exact_onednn
 
 
 def test_products_are_accurate_and_no_random_number_is_drawn():
@@ -24,3 +24,16 @@ def test_products_are_accurate_and_no_random_number_is_drawn():
             assert (product - exact).abs().max() < max_error
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def test_nan_and_infinite_weights_are_visible_after_a_relu():
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    weight[3, 1] = float("nan")
+    bias[5] = float("inf")
+
+    with torch.no_grad():
+        outputs = PackedLinear(weight, bias)(torch.randn(2, 4), relu=True)
+
+    assert outputs[:, 3].isnan().all()
+    assert outputs[:, 5].isinf().all()
+    assert outputs[:, [0, 1, 2, 4]].isfinite().all()

@@ -65,15 +65,15 @@ def test_search_scores_match_the_log_and_the_metrics(tmp_path, capsys):
     labels, scores = check_search_rows(rows, tables)
 
     metrics = evaluate(Config(**options))[0].metrics
-    click_aucs = [
-        roc_auc_score(request_labels[:, 0], request_scores[:, 0])
-        for request_labels, request_scores in zip(labels, scores, strict=True)
-        if 0 < request_labels[:, 0].sum() < len(request_labels)
-    ]
-    assert metrics["gauc"] == pytest.approx(np.mean(click_aucs))
     all_labels = np.concatenate(labels)
     all_scores = np.concatenate(scores).astype(float)
     for i, prefix in enumerate(("", "purchase/")):
+        aucs = [
+            roc_auc_score(request_labels[:, i], request_scores[:, i])
+            for request_labels, request_scores in zip(labels, scores, strict=True)
+            if 0 < request_labels[:, i].sum() < len(request_labels)
+        ]
+        assert metrics[f"{prefix}gauc"] == pytest.approx(np.mean(aucs))
         assert metrics[f"{prefix}auc"] == pytest.approx(
             roc_auc_score(all_labels[:, i], all_scores[:, i]), abs=1e-5
         )
