@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,15 +105,6 @@ def test_each_batch_is_the_same_for_any_number_of_workers(sequences, name):
     for world in (3, 4):
         ranks = load_ranks(sequences, name, "train", world)
         assert list_step_examples(ranks, 1, 16) == steps
-
-
-@pytest.mark.parametrize("name", UNITS)
-def test_an_epoch_has_every_example_once(sequences, name):
-    (dataset,) = load_ranks(sequences, name, "train")
-    numbered = replace(dataset.examples, user=np.arange(len(dataset)))
-    dataset.examples = numbered
-    rows = [batch.user for batch in dataset.epoch_examples(7, seed=5, epoch=1)]
-    assert sorted(np.concatenate(rows)) == list(range(len(dataset)))
 
 
 @pytest.mark.parametrize("name", UNITS)

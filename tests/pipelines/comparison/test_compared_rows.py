@@ -13,7 +13,6 @@ from pipelines import tracking
 from pipelines.comparison.compare import (
     compare,
     find_best_run,
-    name_runs,
 )
 from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 
@@ -22,13 +21,6 @@ from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
 def uri(new_store, tmp_path) -> str:
     """Create an empty store."""
     return new_store(tmp_path)
-
-
-def test_names_of_seeds_are_shortened_to_their_common_prefix():
-    names = ["lr-0.1-seed-42-ab", "lr-0.1-seed-43-cd"]
-    assert name_runs(names, "tiger", "unseen") == "lr-0.1* [unseen]"
-    assert name_runs(["a", "a"], "tiger", "") == "a"
-    assert name_runs(["a", "b"], "tiger", "") == "tiger*"
 
 
 def test_a_row_has_mean_and_deviation_of_the_newest_run_of_each_seed(uri):

@@ -37,17 +37,6 @@ COLUMNS = {
 }
 
 
-def test_columns_become_numbers_codes_and_buckets():
-    matrix = read_features(FEATURES, COLUMNS, 3)
-
-    num_a, num_b, cat_c, cat_d = matrix.T
-    np.testing.assert_array_equal(num_a, [10, np.nan, 2])
-    np.testing.assert_array_equal(num_b, [np.nan] * 3)  # a column that is not there
-    assert cat_c.tolist() == [2, 0, 0]  # a new value is like a missing one
-    assert cat_d[2] == 0  # a missing value
-    assert set(cat_d[:2]) <= set(range(1, 8))
-
-
 def test_a_model_reads_standardized_numbers_and_embeddings_of_categories():
     inputs = CustomInputs(FEATURES, width=3, dropout=0.0)
     embeddings = ["cat_c"] * 3 + ["cat_d"] * 3

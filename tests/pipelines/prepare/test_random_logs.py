@@ -244,7 +244,7 @@ def make_random_mapping(kind: str, config: Row, flags: list[bool], keep: str) ->
     return merge(mapping, {"items": {"keep": keep}, **position})
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", SETTINGS)
 # Each run draws other examples.
 @settings(max_examples=5, phases=[Phase.generate])

@@ -55,7 +55,7 @@ def check_paths_agree(
     st.sampled_from([1, 2, 3, 5, 10, 50]),
     st.integers(0, 5),
 )
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_paths_agree_on_any_trie(problem, scores, k, beam, seed):
     sizes, codes = problem
     torch.manual_seed(seed)

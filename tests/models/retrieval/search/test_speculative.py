@@ -96,7 +96,7 @@ def add_noise(
     subset_seed=st.none() | st.integers(0, 9),
 )
 @settings(max_examples=100)
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_strict_search_equals_beam_search_with_any_draft(
     problem, k, beam, draft_beam, steps, children, closeness, subset_seed
 ):
