@@ -28,6 +28,7 @@ from pipelines.prepare.reading.read import (
     read_frames,
 )
 from pipelines.prepare.suggest.column_roles import (
+    NEARLY_ALL,
     OTHER_TIME,
     Column,
     choose_roles,
@@ -59,9 +60,9 @@ class FileGroup:
         sizes = {file: file_info(join(folder, file)).size for file in files}
         self.size = sum(sizes.values())
         largest = max(files, key=lambda file: sizes[file])
-        self.keys, frame = read_first_rows(join(folder, largest))
-        """Format of the files, as keys of a mapping."""
-        self.columns = [Column(name, frame[name]) for name in frame.columns]
+        self.keys, self.rows = read_first_rows(join(folder, largest))
+        """Format of the files, as keys of a mapping, and first rows of one file."""
+        self.columns = [Column(values.name, values) for values in self.rows]
         has_header = "header" not in self.keys
         self.names = {" ".join(c.words) for c in self.columns if has_header}
         """Words of the names; empty if the names are generated."""
@@ -244,7 +245,8 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
         else:
             add("item", item.name, item.examples, roles.doubts["item"])
         add("time", time, roles.time.examples if roles.time else "", time_doubts)
-        if "query" in by_role or listed or kind == "search":
+        is_search = "query" in by_role or listed or kind == "search"
+        if is_search or _has_baskets(log, by_role.get("request")):
             for role in ("request", "query", "position"):
                 if role in by_role:
                     add(role, by_role[role].name, by_role[role].examples)
@@ -284,6 +286,15 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
     split = "leave_last_out" if time.get("unit") == "order" else "temporal"
     settings.append(yaml_line("  split", {"by": split}))
     return Suggestion("\n".join([*lines, *settings]) + "\n", doubts)
+
+
+def _has_baskets(log: FileGroup, request: Column | None) -> bool:
+    """Return whether a request has several rows, nearly always of one user and time."""
+    if request is None or log.roles.time is None:
+        return False
+    columns = (request, log.roles.user, log.roles.time)
+    moments = log.rows.select(pl.sql_expr(c.name) for c in columns).n_unique()
+    return moments <= min(len(log.rows) / 2, request.distinct / NEARLY_ALL)
 
 
 def _describe_time(log: FileGroup) -> tuple[dict[str, str], list[str]]:
