@@ -97,6 +97,7 @@ def wait(config: QuickstartConfig) -> None:
     time.sleep(600)
 
 
+@pytest.mark.exhaustive
 def test_a_failed_model_ends_the_others_and_its_students_do_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,36 +173,6 @@ def test_the_loss_covers_events_without_their_label_as_input(name, catalogue, ba
     assert float(outputs["padding"]) == pytest.approx(1 - (11 + 9) / (4 * 10))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_new_item_of_the_request_is_scored_by_its_content(name, catalogue, batch):
-    """A new item has its content from the batch, text included, and no ID."""
-    catalogue = replace(catalogue, text=torch.randn(30, 5))
-    batch.candidate_item[0, 0] = batch.item[0, 2] = 7
-    content = {
-        f"new_{key}": getattr(catalogue, key)[[7]]
-        for key in ("numbers", "categories", "text")
-    }
-    # index 30 is the first new item; its content is that of item 7
-    with_new_item = edit(batch, "candidate_item", (0, 0), 30)
-    with_new_item = edit(with_new_item, "item", (0, 2), 30)
-    with_new_item = replace(with_new_item, **content)
-
-    model = build_model(name, catalogue, item_ids="none")
-    assert_no_change(model, batch, with_new_item)
-    with_other_text = replace(with_new_item, new_text=content["new_text"] + 1)
-    _, candidate_changes = find_changes(model, batch, with_other_text)
-    assert candidate_changes[0, 0]
-
-    model = build_model(name, catalogue)
-    with torch.no_grad():
-        model.items.tables[0].weight[7] = 0
-    assert_no_change(model, batch, with_new_item)
-    with torch.no_grad():
-        model.items.tables[0].weight[7] = 1
-    _, candidate_changes = find_changes(model, batch, with_new_item)
-    assert candidate_changes[0, 0]
-
-
 def test_ids_are_dropped_at_random_in_training_only(catalogue):
     model = build_model("attn_mvp", catalogue, id_dropout=0.5).train()
     inputs: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""SID-MLP and its teacher: checkpoints without it, and rejected teachers."""
+"""Teachers that SID-MLP refuses."""
 
 from __future__ import annotations
 
@@ -6,37 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from core.errors import UserError
 from core.schemas import Inputs
-from models.loaded_model import load_model
 from models.training import checkpoint
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import SASREC, build_training
 from tests.models.retrieval.conftest import FIT, HEADS
-
-
-def test_recommending_needs_no_teacher_and_training_does(distillation, tmp_path):
-    teacher = tmp_path / "tiger"
-    shutil.copytree(distillation.teacher, teacher)
-    setup = distillation.build(teacher=str(teacher))
-    assert setup.model.config.teacher == str(teacher / "best")
-    checkpoint.save(tmp_path / "student", setup.model, setup.checkpoint(epoch=1))
-    batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
-    expected_items, expected_scores = setup.model.eval().recommend(batch, 20)
-
-    shutil.rmtree(teacher)
-    loaded, about = load_model(tmp_path / "student", setup.catalogue)
-    items, scores = loaded.recommend(batch, 20)
-
-    assert torch.equal(items, expected_items)
-    assert torch.equal(scores, expected_scores)
-    assert loaded.config.teacher_hash
-    with pytest.raises(UserError, match="has no teacher to learn from"):
-        loaded(batch)
-    with pytest.raises(UserError, match="is neither a checkpoint nor a finished run"):
-        distillation.build(**about.model)
 
 
 def test_a_teacher_that_does_not_fit_is_rejected(distillation, tmp_path):

@@ -210,6 +210,7 @@ def test_a_name_belongs_to_one_run_of_one_process(training):
     assert training.train(fit=replace(FIT, log_every_steps=99)).was_finished
 
 
+@pytest.mark.exhaustive
 def test_errors_in_two_workers_are_not_tried_again(training, capsys):
     """A mistake of the user ends in one line, any other error in one traceback."""
 
