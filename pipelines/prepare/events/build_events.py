@@ -366,7 +366,7 @@ def read_piece(
         keys.append(place.alias(LOG_PLACE))
     blocks = read_events(source, input_uri, file, fetch(users), piece, piece_index)
     for block in blocks:
-        rejected.add(RejectCounts.from_block(block))
+        rejected.add(block.counts)
         if not piece_index and not num_events:  # the mapping is wrong: stop early
             rejected.check(max(max_rejects, MAX_REJECT_SHARE), " of the first events")
         if block.rejects.height:

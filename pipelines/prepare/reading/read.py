@@ -23,7 +23,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
@@ -239,17 +239,11 @@ def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
     if length <= size:
         return [None]
     with filesystem.open_input_file(path) as stream:
-        if kind == "parquet":  # about `size` bytes of row groups in each part
-            metadata = pq.read_metadata(stream)
-            first_groups: dict[int, int] = {}  # by the index of a part
-            offset = 0
-            for number in range(metadata.num_row_groups):
-                first_groups.setdefault(offset // size, number)
-                group = metadata.row_group(number)
-                for i in range(group.num_columns):
-                    offset += group.column(i).total_compressed_size
-            bounds = [*first_groups.values(), metadata.num_row_groups]
-            return [FilePart(*bound) for bound in pairwise(bounds)]
+        if kind == "parquet":
+            groups = pq.read_metadata(stream).num_row_groups
+            step = max(1, groups * size // length)
+            starts = range(0, groups, step)
+            return [FilePart(start, min(start + step, groups)) for start in starts]
         head = stream.read(1 << 12)
     is_json_array = kind == "jsonl" and _is_array(head)
     is_plain = not files.needs_decoding and not _detect_compression(head)
@@ -513,19 +507,16 @@ def _unescape(
     rows: pl.DataFrame, files: Files, mark: str, delimiter: str
 ) -> pl.DataFrame:
     r"""Restore delimiters, quotes and escaped characters in values."""
-    value = pl.col(pl.String)
+    value = text = pl.col(pl.String)
     if mark != delimiter:
-        rows = rows.with_columns(value.str.replace_all(mark, delimiter, literal=True))
+        text = text.str.replace_all(mark, delimiter, literal=True)
     if files.escape and files.quote:
         quote_mark = QUOTE_MARK.decode()
-        rows = rows.with_columns(
-            value.str.replace_all(quote_mark, files.quote, literal=True)
-        )
+        text = text.str.replace_all(quote_mark, files.quote, literal=True)
     if files.escape:
-        text = value.str.replace_all(2 * files.escape, files.escape, literal=True)
-        is_set = value != files.escape + "N"
-        rows = rows.with_columns(pl.when(is_set).then(text).name.keep())
-    return rows
+        text = text.str.replace_all(2 * files.escape, files.escape, literal=True)
+        text = pl.when(value != files.escape + "N").then(text)
+    return rows.with_columns(text.name.keep())
 
 
 def _read_csv(

@@ -62,13 +62,7 @@ class Block:
     """Valid rows, with the columns that the log has."""
     rejects: pl.DataFrame
     """Rejected rows and unparsable lines, in the schema `REJECTS`."""
-    rows_read: int
-    """Number of valid and rejected rows, after lists are exploded."""
-    missing: dict[str, str] = field(default_factory=dict)
-    """Columns that do not exist, each with a hint at a similar name. A column that is
-    missing in all blocks of the log is an error."""
-    left_out: int = 0
-    """Number of rows that `where` leaves out."""
+    counts: RejectCounts
 
 
 @dataclass
@@ -76,27 +70,26 @@ class RejectCounts:
     """Numbers of rows that were read, and of rejected rows by reason."""
 
     rows_read: int = 0
+    """Number of valid and rejected rows, after lists are exploded."""
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     """Location and content of the first rejected row, by reason."""
     left_out: int = 0
     """Number of rows that `where` leaves out, which are not among the read ones."""
     missing: dict[str, str] | None = None
-    """Columns that no block has, with hints; None without a block."""
+    """Columns that no block has, each with a hint at a similar name; None without a
+    block. A column that is missing in all blocks of the log is an error."""
 
-    @classmethod
-    def from_block(cls, block: Block) -> RejectCounts:
+    def count(self, rejects: pl.DataFrame) -> None:
         """Count the rejects of a block."""
-        reasons = Counter(block.rejects["reason"])
-        counts = cls(block.rows_read, reasons, {}, block.left_out, block.missing)
-        first = block.rejects.unique("reason", keep="first", maintain_order=True)
+        self.reasons.update(rejects["reason"])
+        first = rejects.unique("reason", keep="first", maintain_order=True)
         for row in first.to_dicts():
             piece = f" of the piece at {row['piece']:,}" if row["piece"] else ""
-            counts.examples[row["reason"]] = (
+            self.examples[row["reason"]] = (
                 f"{row['file']} row {row['row']:,}{piece} "
                 f"(from 0, without header and blank lines): {row['source'][:200]}"
             )
-        return counts
 
     def add(self, other: RejectCounts) -> None:
         """Add other counts; the sum does not depend on the order of additions."""
@@ -402,7 +395,9 @@ class Rows:
             valid = valid.filter(~is_rejected)
         start = pl.lit(piece.start if piece else 0, pl.Int64)
         rejects = rejects.with_columns(file=pl.lit(file), piece=start)
-        return Block(valid, rejects, num_rows, frame.missing, frame.left_out)
+        counts = RejectCounts(num_rows, left_out=frame.left_out, missing=frame.missing)
+        counts.count(rejects)
+        return Block(valid, rejects, counts)
 
 
 def take_rows(frame: ParsedRows, condition: str | None, uri: str) -> ParsedRows:
@@ -603,7 +598,7 @@ def read_section(
     for file in files:
         for block in read_section_file(section, input_uri, file):
             blocks.append(block.rows)
-            rejected.add(RejectCounts.from_block(block))
+            rejected.add(block.counts)
     check_missing(rejected.missing, section.key.removesuffix("_id"), input_uri)
     return pl.concat(blocks), rejected
 
@@ -677,12 +672,10 @@ def read_events(
                 if name in missing:
                     raise UserError(f"{uri} has no column '{name}'; {missing[name]}")
         rows = frame.rows.drop(exploded & {*frame.rows.columns}).with_columns(
-            *(pl.lit(None, pl.Null).alias(name) for name in missing),
-            *(pl.lit(value, pl.String).alias(key) for key, value in folders.items()),
+            pl.lit(value, pl.String).alias(key) for key, value in folders.items()
         )
         frame = take_rows(replace(frame, rows=rows, missing=missing), log.where, uri)
-        rows = frame.rows
-        for events in parser.parse(rows):
+        for events in parser.parse(frame.with_missing):
             end_row = first_row + len(events.raw)
             events.store(LOG_ROW, pl.int_range(first_row, end_row, eager=True))
             yield events.block(frame, file, piece, types)

@@ -36,8 +36,6 @@ class Preview:
     origins: dict[str, str]
     """Column or SQL expression in the raw file, by column of `rows` to print."""
     rejected: RejectCounts
-    missing: dict[str, str]
-    """Columns that no row had, each with a hint at a similar name."""
 
 
 def preview(log: Log, input_uri: str) -> list[Preview]:
@@ -54,17 +52,16 @@ def preview(log: Log, input_uri: str) -> list[Preview]:
     previews = []
     for kind, files, read, origins in sections:
         blocks = (block for file in files for block in read(file))
-        block = next((block for block in blocks if block.rows_read), None)
+        block = next((block for block in blocks if block.counts.rows_read), None)
         if block is None:
             raise UserError(f"{input_uri} has no rows of {kind}")
-        if block.missing and next(blocks, None) is None:
-            check_missing(block.missing, kind.removesuffix("s"), input_uri)
+        if block.counts.missing and next(blocks, None) is None:
+            check_missing(block.counts.missing, kind.removesuffix("s"), input_uri)
         rows = block.rows.drop("log_row", strict=False)
         if log.has_clock_times:
             clocks = cs.matches("^(timestamp_ms|known_.*)$")
             rows = rows.cast({clocks: pl.Datetime("ms")})
-        rejected = RejectCounts.from_block(block)
-        previews.append(Preview(kind, rows, origins, rejected, block.missing))
+        previews.append(Preview(kind, rows, origins, block.counts))
     return previews
 
 
@@ -83,5 +80,5 @@ def lines(previews: list[Preview]) -> Iterator[str]:
             texts = [str(value)[:40] for value in distinct.head(3)]
             origin = preview.origins.get(values.name, "")
             yield f"  {values.name:<16} {origin:<20} {' | '.join(texts)}"
-        for name, hint in preview.missing.items():
+        for name, hint in (rejected.missing or {}).items():
             yield f"warning: none of the {preview.kind} has '{name}'; {hint}"
