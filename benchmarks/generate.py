@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.layers.t5 import BUCKETS, EPSILON, MAX_DISTANCE
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import real_positions
 from models.retrieval.search.topk import top_k
@@ -31,7 +32,7 @@ def to_transformers(tiger: Tiger) -> Any:
 
     sizes = tiger.backbone.sizes
     config = T5Config(  # type: ignore[call-arg]
-        vocab_size=sizes.vocabulary,
+        vocab_size=tiger.tokens.vocabulary,
         d_model=sizes.d_model,
         d_ff=sizes.d_ff,
         num_heads=sizes.num_heads,
@@ -39,9 +40,9 @@ def to_transformers(tiger: Tiger) -> Any:
         num_layers=sizes.num_encoder_layers,
         num_decoder_layers=sizes.num_decoder_layers,
         dropout_rate=sizes.dropout,
-        relative_attention_num_buckets=sizes.buckets,
-        relative_attention_max_distance=sizes.max_distance,
-        layer_norm_epsilon=sizes.epsilon,
+        relative_attention_num_buckets=BUCKETS,
+        relative_attention_max_distance=MAX_DISTANCE,
+        layer_norm_epsilon=EPSILON,
         feed_forward_proj="relu",
         tie_word_embeddings=True,
         pad_token_id=0,

@@ -14,28 +14,40 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
+from core.options import Dropout
 
-@dataclass(frozen=True)
+BUCKETS = 32
+"""Number of relative position buckets."""
+
+MAX_DISTANCE = 128
+"""Distance from which on all positions share a bucket."""
+
+EPSILON = 1e-6
+"""Epsilon of the root mean square norm."""
+
+
+@dataclass
 class T5Sizes:
-    """Sizes of a T5 model, named as in `transformers.T5Config`."""
+    """Sizes of a T5 model; the defaults are from the public code of SID-MLP."""
 
-    vocabulary: int
-    d_model: int
-    d_ff: int
-    num_heads: int
-    d_kv: int
-    num_encoder_layers: int
-    num_decoder_layers: int
-    dropout: float
-    buckets: int = 32
-    """Number of relative position buckets."""
-    max_distance: int = 128
-    """Distance from which on all positions share a bucket."""
-    epsilon: float = 1e-6
-    """Epsilon of the root mean square norm."""
+    d_model: PositiveInt = 128
+    """Width of token embeddings and states."""
+    d_ff: PositiveInt = 1024
+    """Inner width of the feed-forward layers."""
+    num_heads: PositiveInt = 6
+    """Attention heads."""
+    d_kv: PositiveInt = 64
+    """Width of a head."""
+    num_encoder_layers: PositiveInt = 4
+    """Encoder blocks (Sec. 4.1 of SID-MLP: a four-layer T5)."""
+    num_decoder_layers: PositiveInt = 4
+    """Decoder blocks."""
+    dropout: Dropout = 0.1
+    """Dropout on embeddings, attention and blocks."""
 
 
 def dropout(x: Tensor, dropout_p: float) -> Tensor:
@@ -85,19 +97,18 @@ class Norm(nn.Module):
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(sizes.d_model))
-        self.epsilon = sizes.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised and weighted states of `x` (..., D)."""
         if x.device.type == "cpu" and not torch.is_grad_enabled():
             # three times faster than torch.rms_norm
             return self.normalize(x) * self.weight
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return functional.rms_norm(x, self.weight.shape, self.weight, EPSILON)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Divide `x` by its root mean square, without applying the weight."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * norm.square().mul_(1 / x.shape[-1]).add_(self.epsilon).rsqrt_()
+        return x * norm.square().mul_(1 / x.shape[-1]).add_(EPSILON).rsqrt_()
 
 
 class Attention(nn.Module):
@@ -119,7 +130,7 @@ class Attention(nn.Module):
         nn.init.normal_(self.v.weight, std=sizes.d_model**-0.5)
         nn.init.normal_(self.o.weight, std=inner**-0.5)
         if position_bias:
-            self.relative_attention_bias = nn.Embedding(sizes.buckets, sizes.num_heads)
+            self.relative_attention_bias = nn.Embedding(BUCKETS, sizes.num_heads)
             nn.init.normal_(
                 self.relative_attention_bias.weight, std=sizes.d_model**-0.5
             )
@@ -305,7 +316,7 @@ class Stack(nn.Module):
         table = cast(nn.Embedding, self.blocks[0].attention.relative_attention_bias)
         position = torch.arange(length, device=table.weight.device)
         distance = position[None] - position[:, None]  # key minus query
-        bias = table(_bucket(distance, self.sizes, bidirectional=not self.decoder))
+        bias = table(_bucket(distance, bidirectional=not self.decoder))
         bias = bias.permute(2, 0, 1).unsqueeze(0)
         return bias.masked_fill(distance > 0, -torch.inf) if self.decoder else bias
 
@@ -327,12 +338,12 @@ class Stack(nn.Module):
         return dropout(self.final_layer_norm(x), dropout_p)
 
 
-def _bucket(distance: Tensor, sizes: T5Sizes, bidirectional: bool) -> Tensor:
+def _bucket(distance: Tensor, bidirectional: bool) -> Tensor:
     """Return T5's bucket of each relative position."""
-    count = sizes.buckets // 2 if bidirectional else sizes.buckets
+    count = BUCKETS // 2 if bidirectional else BUCKETS
     offset = (distance > 0).long() * count if bidirectional else 0
     distance = distance.abs() if bidirectional else (-distance).clamp(min=0)
     exact = count // 2
-    scale = (count - exact) / math.log(sizes.max_distance / exact)
+    scale = (count - exact) / math.log(MAX_DISTANCE / exact)
     far = exact + (torch.log(distance.float().clamp(min=1) / exact) * scale).long()
     return offset + torch.where(distance < exact, distance, far.clamp(max=count - 1))

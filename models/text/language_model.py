@@ -101,13 +101,12 @@ def has_tied_embeddings(lm: Any) -> bool:
     return bool(lm.get_output_embeddings().weight is lm.get_input_embeddings().weight)
 
 
-def add_lora(lm: nn.Module, rank: int, dropout: float) -> None:
+def add_lora(lm: nn.Module, rank: int) -> None:
     """Freeze the language model and add trained low-rank products (Hu et al., 2021).
 
     Args:
         lm: Language model, changed in place.
         rank: Rank of the products.
-        dropout: Dropout probability of their inputs.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -121,7 +120,7 @@ def add_lora(lm: nn.Module, rank: int, dropout: float) -> None:
         LoraConfig(
             r=rank,
             lora_alpha=32,
-            lora_dropout=dropout,
+            lora_dropout=0.05,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         ),

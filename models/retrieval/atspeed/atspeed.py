@@ -23,7 +23,7 @@ Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
@@ -79,8 +79,6 @@ class AtSpeedConfig(StudentConfig):
     """Inner width of the draft's feed-forward layers."""
     draft_heads: PositiveInt = 4
     """Attention heads of the draft; each has the width of the teacher's heads."""
-    m: Literal[0] = 0
-    """AtSpeed drafts from the first level on."""
 
 
 @dataclass(config=STRICT)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
@@ -29,7 +29,7 @@ from models.retrieval.distillation.teacher import (
     build_teacher,
 )
 from models.retrieval.options import Scores, StudentOptions
-from models.retrieval.parts import Decoder, History
+from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.beam import Scorer
 from models.training.distributed import global_mean
@@ -50,9 +50,6 @@ class StudentConfig(TeacherConfig):
     without a teacher's logits (Table 8; Table 5, w/o KL)."""
     tau: PositiveFloat = 1.0
     """Temperature of the teacher's and the student's distributions (Eq. 3)."""
-    m: NonNegativeInt = 0
-    """Number of first levels that the teacher's decoder generates; the student decodes
-    the others (Table 1; Appendix E.1)."""
 
 
 class SwitchingScorer:
@@ -99,13 +96,13 @@ class Student(TaughtModel, Retriever):
         if teacher.decoder.first_level:
             raise UserError("a student with m above 0 cannot be a teacher")
         decoder = self.build_decoder(config, teacher)
-        levels = decoder.tokens.levels
-        if config.m >= levels:
-            raise UserError(f"m {config.m} leaves no level of {levels} to the student")
+        levels, first_level = decoder.tokens.levels, decoder.first_level
+        if first_level >= levels:
+            raise UserError(f"m {first_level} leaves no level of {levels}")
         backbone = teacher.backbone.requires_grad_(False).eval()
         super().__init__(config, catalogue, backbone, decoder)
         self.reused = None
-        if config.m or self.verifies:
+        if first_level or self.verifies:
             self.reused = teacher.decoder.requires_grad_(False).eval()
 
     @staticmethod
@@ -137,10 +134,10 @@ class Student(TaughtModel, Retriever):
 
     def scorer(self, history: History) -> Scorer:
         """Return the decoder's scorer, after the teacher's for the first m levels."""
-        scorer = self.decoder.scorer(history)
-        if self.reused is None or not self.config.m:
+        scorer, first_level = self.decoder.scorer(history), self.decoder.first_level
+        if self.reused is None or not first_level:
             return scorer
-        return SwitchingScorer(self.reused.scorer(history), scorer, self.config.m)
+        return SwitchingScorer(self.reused.scorer(history), scorer, first_level)
 
     def teacher_hidden(self, batch: RequestBatch, history: History) -> Tensor:
         """Return the teacher's states (B, L, N) before each code of the targets.
@@ -199,3 +196,36 @@ class Student(TaughtModel, Retriever):
                 )
             losses.append(loss)
         return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}
+
+
+@dataclass(config=STRICT)
+class JointConfig(TeacherConfig):
+    """Options of EARN and NEZHA."""
+
+    beam: PositiveInt = 50
+    """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
+
+
+class Joint(TaughtModel, Retriever):
+    """A backbone and a decoder that start as the teacher's and are trained together.
+
+    The loss is the cross-entropy of the target's codes, without the teacher.
+    """
+
+    config: JointConfig
+
+    def __init__(self, config: JointConfig, catalogue: Catalogue) -> None:
+        teacher = build_teacher(config, catalogue)
+        super().__init__(config, catalogue, *self.build_parts(config, teacher))
+
+    @staticmethod
+    def build_parts(config: Any, teacher: Retriever) -> tuple[Backbone, Decoder]:
+        """Return a backbone and a decoder of the sizes of the teacher."""
+        raise NotImplementedError
+
+    def set_teacher(self, teacher: Retriever) -> None:
+        """Copy the teacher's backbone, and its decoder to one of the same class."""
+        # not strict: the teacher has no embeddings of registers or placeholders
+        self.backbone.load_state_dict(teacher.backbone.state_dict(), strict=False)
+        if isinstance(self.decoder, type(teacher.decoder)):
+            self.decoder.load_state_dict(teacher.decoder.state_dict())

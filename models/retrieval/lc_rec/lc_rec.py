@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from core.options import STRICT, Dropout, NamedConfig, Share
+from core.options import STRICT, Dropout, NamedConfig
 from models.retrieval.data import Catalogue, RequestBatch
 from models.retrieval.lc_rec.backbone import (
     LmBackbone,
@@ -39,6 +39,7 @@ from models.retrieval.lc_rec.backbone import (
 )
 from models.retrieval.lc_rec.decoder import LmDecoder
 from models.retrieval.lc_rec.prompts import (
+    MAX_TITLE_TOKENS,
     TASKS,
     Pretrained,
     Task,
@@ -52,6 +53,10 @@ from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.retriever import Retriever
 from models.text import language_model
 from models.training.distributed import global_mean
+
+TASK_SHARE = 0.25
+"""Number of rows of each task other than `next`, as a share of the batch's requests;
+the paper mixes whole data sets."""
 
 
 @dataclass(config=STRICT)
@@ -82,19 +87,12 @@ class LcRecConfig(NamedConfig):
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA on all linear layers of the language model; 0 trains the model in
     full, as in the paper."""
-    lora_dropout: Dropout = 0.05
-    """Dropout on the input of LoRA's updates."""
     tasks: list[Task] = field(default_factory=lambda: list(TASKS))
     """Training tasks: `next` (history -> codes), `next_title` (history -> title),
     `title_to_item`, `item_to_title`. All but `next` need titles, and are skipped if the
     log has none (Sec. 3.3 of LC-Rec)."""
     title: str = "title"
     """Text column of the items with their title, as named in the source file."""
-    title_tokens: PositiveInt = 32
-    """Most tokens of a title."""
-    task_share: Share = 0.25
-    """Number of rows of each task other than `next`, as a share of the batch's
-    requests; the paper mixes whole data sets."""
     max_history: PositiveInt = 20
     """Number of latest items read (public settings of LC-Rec)."""
     beam: PositiveInt = 20
@@ -143,11 +141,11 @@ class LcRec(Retriever):
         longest = words + config.max_history * (levels + len(prompt["between"]))
         # a title with the words of its task may be longer than the codes
         is_text_task = config.tasks != ["next"]
-        longest += max(levels, is_text_task * (config.title_tokens + words))
+        longest += max(levels, is_text_task * (MAX_TITLE_TOKENS + words))
         lm = language_model.build_model(config.lm_model, longest)
         tied = language_model.has_tied_embeddings(lm)
         if config.lora_rank:
-            language_model.add_lora(lm, config.lora_rank, config.lora_dropout)
+            language_model.add_lora(lm, config.lora_rank)
         backbone = LmBackbone(tokens, lm, config.prompt, config.max_history)
         super().__init__(config, catalogue, backbone, LmDecoder(backbone, tied))
         self._texts: Texts | None = None  # set for training
@@ -197,7 +195,7 @@ class LcRec(Retriever):
                 "items, and to be named in model.tasks"
             ]
         tokenizer = choose_tokenizer(config, titles)
-        tokens, lengths = encode_titles(tokenizer, titles, config.title_tokens)
+        tokens, lengths = encode_titles(tokenizer, titles)
         prompts: dict[str, tuple[Tensor, Tensor]] = {}
         for task in tasks:
             words = encode_prompt(tokenizer, task)
@@ -237,7 +235,7 @@ class LcRec(Retriever):
         rows = {"next": num_requests}
         for task in self.config.tasks:
             if self._texts is not None and task != "next":
-                rows[task] = max(1, round(self.config.task_share * num_requests))
+                rows[task] = max(1, round(TASK_SHARE * num_requests))
                 prompts, response = self._texts.make_examples(
                     self.backbone, task, batch, rows[task]
                 )

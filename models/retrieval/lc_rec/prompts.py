@@ -57,6 +57,9 @@ INSTRUCTIONS = {
 WORD = re.compile(r"\w+|[^\w\s]")
 """A word or a sign."""
 
+MAX_TITLE_TOKENS = 32
+"""Most tokens of a title."""
+
 UNKNOWN = 0
 """Token of `Words` for all words outside of the vocabulary."""
 
@@ -162,15 +165,13 @@ def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
     return [text or "" for text in table[name].to_pylist()]
 
 
-def encode_titles(
-    tokenizer: Tokenizer, titles: Sequence[str], max_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Encode titles, cut them to `max_tokens` tokens and append the end token.
+def encode_titles(tokenizer: Tokenizer, titles: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Encode titles, cut them to `MAX_TITLE_TOKENS` and append the end token.
 
     Returns:
         Tokens (N, M + 1), padded with 0, and the number of tokens of each title (N,).
     """
-    rows = [tokenizer.encode(title)[:max_tokens] for title in titles]
+    rows = [tokenizer.encode(title)[:MAX_TITLE_TOKENS] for title in titles]
     tokens = [torch.tensor([*row, tokenizer.end]) for row in rows]
     padded = pad_sequence(tokens, batch_first=True)
     return padded, torch.tensor([len(row) for row in rows])

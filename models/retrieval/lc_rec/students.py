@@ -181,7 +181,6 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
             ffn_width=config.ffn_width,
             head_width=config.head_width,
             dropout=config.dropout,
-            m=config.m,
         )
         super().__init__(heads, backbone, config.width)
         self.project = nn.Linear(
@@ -275,10 +274,3 @@ class LcRecNezha(Nezha):
         if not language_model.has_tied_embeddings(lm):
             lm.get_output_embeddings().requires_grad_(False)  # words are not predicted
         return backbone, NezhaDecoder(backbone)
-
-    def set_teacher(self, teacher: Retriever) -> None:
-        """Copy the teacher's language model and code embeddings."""
-        source = require(teacher, LcRec).backbone
-        backbone = cast(NezhaLmBackbone, self.backbone)
-        backbone.lm.load_state_dict(source.lm.state_dict())
-        backbone.embedding.load_state_dict(source.embedding.state_dict())

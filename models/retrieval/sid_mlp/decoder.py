@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
@@ -34,6 +34,9 @@ from models.retrieval.parts import Backbone, Decoder, History
 class SidMlpConfig(StudentConfig):
     """Options of SID-MLP; the defaults are the paper's student and its public code."""
 
+    m: NonNegativeInt = 0
+    """Number of first levels that the teacher's decoder generates; the student decodes
+    the others (Table 1; Appendix E.1)."""
     attention_heads: PositiveInt = 4
     """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
     attention_width: PositiveInt = 384

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -153,6 +153,8 @@ class SidMlpPpEncoder(TaughtModel):
 class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
     """Options of stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
 
+    m: Literal[0] = 0
+    """The teacher's decoder cannot read the student's encoder."""
     encoder: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of stage 1 or folder of its finished run, which sets the encoder's
     sizes; used in training only."""
@@ -168,11 +170,6 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
             raise ValueError(
                 f"encoder {self.encoder} and end_to_end cannot be set together, as "
                 "end_to_end trains its own encoder"
-            )
-        if self.m:
-            raise ValueError(
-                f"m {self.m} is not 0, but the teacher's decoder cannot read the "
-                "student's encoder"
             )
 
 

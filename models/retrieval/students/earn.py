@@ -25,10 +25,10 @@ from core.errors import UserError
 from core.options import STRICT
 from models.layers.t5 import dropout
 from models.retrieval.data import HistoryBatch
+from models.retrieval.distillation.student import Joint, JointConfig
 from models.retrieval.distillation.teacher import require
 from models.retrieval.parts import History, padding_mask
 from models.retrieval.retriever import Retriever
-from models.retrieval.students.joint import Joint, JointConfig
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
 from models.retrieval.tiger.tiger import Tiger

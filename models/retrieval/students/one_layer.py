@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT
@@ -25,6 +26,8 @@ from models.retrieval.tiger.encoder import T5Backbone
 class OneLayerConfig(StudentConfig):
     """Options of the one-layer student; sizes are the teacher's."""
 
+    m: NonNegativeInt = 0
+    """Number of first levels that the teacher's decoder generates (Table 1)."""
     self_attention: bool = True
     """Whether the decoder attends to the prefix (Tables 2 and 9)."""
     cross_attention: bool = True

@@ -168,7 +168,7 @@ class RecurrentDecoder(Decoder):
             make_mixer: Returns the mixer of one block for a width N.
             ffn_width: Inner width of each block's SwiGLU; 0 for none.
         """
-        super().__init__(backbone, config.m)
+        super().__init__(backbone)
         dim = self.embedding.embedding_dim
         width = config.width or dim
         self.start = nn.Parameter(torch.randn(dim))
@@ -178,10 +178,7 @@ class RecurrentDecoder(Decoder):
             for _ in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.heads = nn.ModuleList(
-            nn.Identity() if level < self.first_level else nn.Linear(width, size)
-            for level, size in enumerate(self.tokens.sizes)
-        )
+        self.heads = nn.ModuleList(nn.Linear(width, size) for size in self.tokens.sizes)
 
     @property
     def beam_bytes(self) -> int:  # type: ignore[override]
@@ -225,9 +222,7 @@ class RecurrentDecoder(Decoder):
         return self.norm(x), block_states
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Return the outputs (B, L - first_level, N) before each code to predict.
-
-        The codes from `first_level` on are predicted.
+        """Return the outputs (B, L, N) before each code.
 
         Args:
             history: States of the history.
@@ -235,12 +230,11 @@ class RecurrentDecoder(Decoder):
         """
         prefix = self.embed(self.tokens.shift_right(codes)[:, 1:])  # (B, L - 1, D)
         outputs, _ = self.read(history, prefix)
-        return outputs[:, self.first_level :]
+        return outputs
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Return the logits (B, C_l) of each level from `first_level` on."""
-        heads = self.heads[self.first_level :]
-        return [head(x) for head, x in zip(heads, hidden.unbind(1), strict=True)]
+        """Return the logits (B, C_l) of each level."""
+        return [head(x) for head, x in zip(self.heads, hidden.unbind(1), strict=True)]
 
     def scorer(self, history: History) -> RecurrentScorer:
         """Return a scorer over each level's codebook."""
@@ -248,7 +242,7 @@ class RecurrentDecoder(Decoder):
 
 
 class RecurrentScorer:
-    """A `Scorer` over each level's codebook, from `first_level` on."""
+    """A `Scorer` over each level's codebook."""
 
     def __init__(self, decoder: RecurrentDecoder, history: History) -> None:
         self.decoder, self.history = decoder, history
@@ -278,8 +272,6 @@ class RecurrentScorer:
 
     def _score(self, x: Tensor) -> Tensor:
         """Return the log-probabilities (B, W, C_level) of outputs `x` (B, W, N)."""
-        if self.level < self.decoder.first_level:
-            return x.new_zeros((*x.shape[:2], 0))
         return self.decoder.heads[self.level](x).float().log_softmax(-1)
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from models.cpu import kernels
 from models.cpu.derived import cache_until_changed
 from models.cpu.matmul import PackedLinear
-from models.layers.t5 import Stack, T5Sizes
+from models.layers.t5 import EPSILON, Stack, T5Sizes
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import (
     Backbone,
@@ -100,17 +100,17 @@ class PackedEncoder:
             begin: Offset of each history, and n.
             bias: (H, S, S) position bias.
         """
-        sizes = self.encoder.sizes
+        heads = self.encoder.sizes.num_heads
         x = functional.embedding(tokens, self.table)
         for i, (qkv, o, wi, wo) in enumerate(self.blocks):
             if i == 0:
                 projected = functional.embedding(tokens, self.first_qkv)
             else:
-                projected = qkv(kernels.scaled_rows(x, sizes.epsilon))
-            attended = kernels.packed_attention(projected, begin, bias, sizes.num_heads)
+                projected = qkv(kernels.scaled_rows(x, EPSILON))
+            attended = kernels.packed_attention(projected, begin, bias, heads)
             x = o(attended, add=x)
-            x = wo(wi(kernels.scaled_rows(x, sizes.epsilon), relu=True), add=x)
-        normed = kernels.scaled_rows(x, sizes.epsilon)
+            x = wo(wi(kernels.scaled_rows(x, EPSILON), relu=True), add=x)
+        normed = kernels.scaled_rows(x, EPSILON)
         return normed * self.encoder.final_layer_norm.weight
 
 
@@ -122,7 +122,7 @@ class T5Backbone(Backbone):
         self.tokens = tokens
         self.sizes = sizes
         self.max_history = max_history
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.d_model)
+        self.embedding = nn.Embedding(tokens.vocabulary, sizes.d_model)
         self.encoder = Stack(sizes, decoder=False)
 
     def inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from core.options import STRICT, Dropout, NamedConfig
+from core.options import STRICT, NamedConfig
 from models.layers.t5 import T5Sizes
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import SidTokens
@@ -24,23 +24,9 @@ from models.retrieval.tiger.encoder import T5Backbone
 
 
 @dataclass(config=STRICT)
-class TigerConfig(NamedConfig):
+class TigerConfig(T5Sizes, NamedConfig):
     """Options of TIGER; the defaults are from the public code of the SID-MLP paper."""
 
-    d_model: PositiveInt = 128
-    """Width of token embeddings and states."""
-    d_ff: PositiveInt = 1024
-    """Inner width of the feed-forward layers."""
-    num_heads: PositiveInt = 6
-    """Attention heads."""
-    d_kv: PositiveInt = 64
-    """Width of a head."""
-    num_encoder_layers: PositiveInt = 4
-    """Encoder blocks (Sec. 4.1 of SID-MLP: a four-layer T5)."""
-    num_decoder_layers: PositiveInt = 4
-    """Decoder blocks."""
-    dropout: Dropout = 0.1
-    """Dropout on embeddings, attention and blocks."""
     label_smoothing: float = 0.0
     """Share of each target's probability that training spreads evenly over the
     vocabulary."""
@@ -51,19 +37,6 @@ class TigerConfig(NamedConfig):
     """Number of latest items read."""
     beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
-
-    def sizes(self, vocabulary: int) -> T5Sizes:
-        """Return the sizes of T5 for a number of tokens."""
-        return T5Sizes(
-            vocabulary,
-            self.d_model,
-            self.d_ff,
-            self.num_heads,
-            self.d_kv,
-            self.num_encoder_layers,
-            self.num_decoder_layers,
-            self.dropout,
-        )
 
 
 class Tiger(Retriever):
@@ -78,8 +51,7 @@ class Tiger(Retriever):
 
     def __init__(self, config: TigerConfig, catalogue: Catalogue) -> None:
         tokens = SidTokens(catalogue, config.n_user_tokens)
-        sizes = config.sizes(tokens.vocabulary)
-        backbone = T5Backbone(tokens, sizes, config.max_history)
+        backbone = T5Backbone(tokens, config, config.max_history)
         super().__init__(config, catalogue, backbone, T5Decoder(backbone))
         self.label_smoothing = config.label_smoothing
 

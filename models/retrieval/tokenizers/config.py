@@ -56,10 +56,5 @@ class RqvaeConfig(NamedConfig):
     epochs: PositiveInt = 1000
     """Passes over the items. TIGER trains 20,000 epochs to use most codes, which the
     k-means initialisation does from the start."""
-    sinkhorn: NonNegativeFloat = 0.0
-    """Epsilon of the optimal transport that spreads a batch evenly over the codes of
-    the last level, so that items rarely share all codes: LC-Rec's uniform semantic
-    mapping (Sec. 3.1.2 of LC-Rec; published 0.003). 0 for nearest codes, as in
-    TIGER."""
     seed: Seed = 0
     """Seed of weights, batches and restarts."""

@@ -1,16 +1,5 @@
 """RQ-VAE (Sec. 3.1 of TIGER): an autoencoder with a residually quantised latent.
 
-With `sinkhorn`, optimal transport makes the codes of the last level equally frequent:
-LC-Rec's uniform semantic mapping (Zheng et al., 2024, Sec. 3.1.2),
-
-    min over Q of sum Q_bk ||x_b - e_k||^2, rows of Q sum to 1/B, columns to 1/K
-
-solved by Sinkhorn iterations on exp(-cost / epsilon). Each item gets the code with the
-most mass in its row. Costs are first scaled to [-1, 1], so that epsilon does not depend
-on the scale of the vectors; this is from LC-Rec's code, not the paper. For items with
-equal codes after training, LC-Rec repeats Sinkhorn iterations among them; here
-`separate_equal_codes` solves an assignment problem.
-
 Shapes: N items, B batch, E embedding width, D latent width, C levels, K codes per
 level.
 """
@@ -18,7 +7,6 @@ level.
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +31,6 @@ REPORT_EVERY = 50
 RESTART_EVERY = 10
 """Epochs between restarts of unused codes."""
 
-SINKHORN_ITERATIONS = 50
-"""Number of Sinkhorn iterations per batch."""
-
 
 def _mlp(widths: list[int]) -> nn.Sequential:
     """Return linear layers of these widths, with ReLU between them."""
@@ -60,7 +45,6 @@ class Rqvae(nn.Module):
 
     def __init__(self, width: int, config: RqvaeConfig) -> None:
         super().__init__()
-        self.config = config
         widths = [width, *config.hidden, config.latent]
         self.encoder = _mlp(widths)
         self.decoder = _mlp(widths[::-1])
@@ -79,12 +63,9 @@ class Rqvae(nn.Module):
         """
         latent = self.encoder(embeddings)  # (B, D)
         residual, quantization = latent, latent.new_zeros(())
-        for level, codebook in enumerate(self.codebooks):
+        for codebook in self.codebooks:
             with torch.no_grad():
-                if self.config.sinkhorn and level == self.config.levels - 1:
-                    code = assign_evenly(residual, codebook, self.config.sinkhorn)
-                else:
-                    code = nearest_centres(residual, codebook)[0]
+                code, _ = nearest_centres(residual, codebook)
             chosen = F.embedding(code, codebook)  # (B, D)
             quantization = quantization + F.mse_loss(chosen, residual.detach())
             quantization = quantization + COMMITMENT * F.mse_loss(
@@ -127,8 +108,6 @@ class Rqvae(nn.Module):
         moments = optimizer.state.get(self.codebooks, {})
         residual = self.latents(embeddings)
         for level, codebook in enumerate(self.codebooks):
-            if self.config.sinkhorn and level == self.config.levels - 1:
-                return  # transport uses all codes
             code, distances = nearest_centres(residual, codebook)
             counts = torch.bincount(code, minlength=len(codebook))
             unused = (counts == 0).nonzero().flatten()
@@ -147,13 +126,8 @@ class Rqvae(nn.Module):
     @torch.no_grad()
     def quantize(self, embeddings: Tensor) -> Quantized:
         """Quantise all items, by embeddings (N, E)."""
-        config = self.config
         latents, codebooks = self.latents(embeddings), self.codebooks.detach()
         codes, quantized = quantize_vectors(latents, codebooks)
-        if config.sinkhorn:
-            codes = separate_equal_codes(latents, codebooks, codes)
-            level = torch.arange(config.levels, device=codes.device)
-            quantized = codebooks[level, codes].sum(1)
         decoded = torch.cat(
             [self.decoder(rows) for rows in quantized.split(CHUNK_ROWS)]
         )
@@ -167,11 +141,6 @@ class RqvaeTokenizer(Tokenizer):
     name = "rqvae"
     config_class = RqvaeConfig
     config: RqvaeConfig
-
-    @property
-    def separates_items(self) -> bool:
-        """Whether optimal transport and `separate_equal_codes` spread the items."""
-        return self.config.sinkhorn > 0
 
     def fit(self, embeddings: Tensor, chosen: Tensor | None = None) -> Training:
         """Train an RQ-VAE, and yield its progress.
@@ -228,62 +197,3 @@ class RqvaeTokenizer(Tokenizer):
         model.encoder.load_state_dict(weights)
         latents = model.latents(embeddings)
         return latents, quantize_vectors(latents, codebooks)[0]
-
-
-def assign_evenly(points: Tensor, centres: Tensor, epsilon: float) -> Tensor:
-    """Assign points to centres so that all centres are about equally frequent.
-
-    Args:
-        points: (B, D) points.
-        centres: (K, D) centres.
-        epsilon: Entropic regularisation of the transport, for costs scaled to [-1, 1].
-
-    Returns:
-        (B,) index of each point's centre.
-    """
-    cost = torch.cdist(points.double(), centres.double()).square()
-    middle, half = (cost.max() + cost.min()) / 2, (cost.max() - cost.min()) / 2
-    # (B, K) logarithm of the plan Q, as Q itself would overflow
-    log_plan = -(cost - middle) / (half.clamp(min=1e-12) * epsilon)
-    log_row_mass, log_column_mass = -math.log(len(points)), -math.log(len(centres))
-    for _ in range(SINKHORN_ITERATIONS):
-        log_plan = log_plan - log_plan.logsumexp(0, keepdim=True) + log_column_mass
-        log_plan = log_plan - log_plan.logsumexp(1, keepdim=True) + log_row_mass
-    return log_plan.argmax(1)
-
-
-def separate_equal_codes(vectors: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
-    """Give items with equal codes distinct last codes.
-
-    Among the items that share all codes but the last, the new last codes minimise the
-    total squared distance (an assignment problem). Groups with more items than codes do
-    not change.
-
-    Args:
-        vectors: (N, D) vectors to quantise.
-        codebooks: (C, K, D) centroids.
-        codes: (N, C) nearest codes.
-
-    Returns:
-        (N, C) codes.
-    """
-    # imported here, as ranking models do not need SciPy
-    from scipy.optimize import linear_sum_assignment
-
-    codes = codes.clone()
-    level = torch.arange(codes.shape[1] - 1, device=codes.device)
-    quantized_above = codebooks[level, codes[:, :-1]].sum(1)
-    residual = (vectors - quantized_above).cpu()  # (N, D)
-    last_codebook = codebooks[-1].cpu()
-    _, group, counts = codes[:, :-1].unique(
-        dim=0, return_inverse=True, return_counts=True
-    )
-    order = group.argsort(stable=True)
-    for items in order.split(counts.tolist()):
-        has_equal_codes = len(codes[items, -1].unique()) < len(items)
-        if has_equal_codes and len(items) <= len(last_codebook):
-            group_residual = residual[items.cpu()].double()
-            cost = torch.cdist(group_residual, last_codebook.double()).square()
-            _, assigned = linear_sum_assignment(cost.numpy())
-            codes[items, -1] = torch.from_numpy(assigned).to(codes.device)
-    return codes

@@ -114,9 +114,9 @@ def read_row(tokens: Tensor, is_real: Tensor, row: int, words: Words) -> str:
 
 @pytest.fixture(scope="module")
 def titled_setup(titled_tables) -> TrainingRun:
-    """A training on items with titles, of which a model reads 3 words."""
-    model = {**CASES["lc_rec"], "title_tokens": 3, "task_share": 0.5}
-    return build_training(model, FitConfig(batch_size=8), Inputs(*titled_tables))
+    """A training on items with titles."""
+    fit = FitConfig(batch_size=8)
+    return build_training(CASES["lc_rec"], fit, Inputs(*titled_tables))
 
 
 @pytest.mark.parametrize("task", ["next_title", "title_to_item", "item_to_title"])
@@ -140,7 +140,7 @@ def test_each_task_is_an_instruction_and_its_response(task, titled_setup):
         parts = [read_row(*prompt, row, words) for prompt in prompts]
         prompt_text = " ".join(part for part in parts if part)
         response_text = read_row(*response, row, words)
-        title = " ".join(split_words(titles[item])[:3])
+        title = " ".join(split_words(titles[item]))
         codes = f"c{item % 4} c{4 + item // 4} c10"
         assert prompt_text.startswith("< # # # instruction : ")
         assert prompt_text.endswith("# # # response :")
@@ -203,7 +203,7 @@ def test_a_pretrained_model_gives_weights_and_words_and_codes_start_at_their_mea
 
 
 def test_low_rank_training_changes_the_products_and_the_codes_alone():
-    model, batch = build_lc_rec(lora_rank=2, lora_dropout=0.0), make_requests(6)
+    model, batch = build_lc_rec(lora_rank=2).eval(), make_requests(6)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)

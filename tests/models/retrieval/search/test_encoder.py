@@ -13,7 +13,6 @@ from models.retrieval.parts import SidTokens, padding_mask
 from models.retrieval.tiger.encoder import T5Backbone
 
 SIZES = T5Sizes(
-    vocabulary=20,
     d_model=16,
     d_ff=24,
     num_heads=2,

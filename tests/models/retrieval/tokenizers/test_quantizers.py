@@ -19,8 +19,6 @@ from models.retrieval.tokenizers.rqkmeans import (
 )
 from models.retrieval.tokenizers.rqvae import (
     RqvaeTokenizer,
-    assign_evenly,
-    separate_equal_codes,
 )
 from models.retrieval.tokenizers.tokenizer import Training
 from tests.fixtures.golden import check_golden
@@ -146,36 +144,3 @@ def test_codes_depend_on_the_seed_alone_and_their_error_is_the_golden_files(kind
     assert not torch.equal(quantize(2).codes, first.codes)
     usage = [len(level.unique()) for level in first.codes.T]
     check_golden(kind, [first.reconstruction_error, *usage], rel=0.02)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_even_assignment_is_sinkhorns_algorithm(seed):
-    rng = np.random.default_rng(seed)
-    points, centres = rng.normal(size=(30, 3)), rng.normal(size=(8, 3))
-    cost = ((points[:, None] - centres[None]) ** 2).sum(2)
-    scaled = 2 * (cost - cost.min()) / (cost.max() - cost.min()) - 1
-    plan = np.exp(-scaled / 0.05)
-    for _ in range(50):
-        plan /= plan.sum(0) * 8
-        plan /= plan.sum(1, keepdims=True) * 30
-
-    codes = assign_evenly(torch.tensor(points), torch.tensor(centres), 0.05)
-
-    assert codes.tolist() == plan.argmax(1).tolist()
-
-
-def test_equal_codes_are_separated_at_the_least_total_cost():
-    generator = seeded(3)
-    codebooks = torch.randn(2, 6, 3, generator=generator)
-    vectors = codebooks[0, 0] + 0.3 * torch.randn(4, 3, generator=generator)
-    residuals = (vectors - codebooks[0, 0]).double()
-    cost = torch.cdist(residuals, codebooks[1].double()).square()  # (items, codes)
-    rows = torch.arange(4)
-    choices = itertools.permutations(range(6), 4)
-    least_cost = min(float(cost[rows, list(choice)].sum()) for choice in choices)
-
-    equal_codes = torch.zeros(4, 2, dtype=torch.long)
-    codes = separate_equal_codes(vectors, codebooks, equal_codes)
-
-    total_cost = float(cost[rows, codes[:, 1]].sum())
-    assert total_cost == pytest.approx(least_cost)
