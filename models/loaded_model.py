@@ -52,7 +52,7 @@ def load_model(uri: str | Path, catalogue: Any) -> tuple[Model, Checkpoint]:
     extended = [
         table
         for table, trained in metadata.hashes.items()
-        if trained and trained != catalogue.hashes[table]
+        if trained and trained != catalogue.versions[table].hash
     ]
     if extended:
         load_extended_weights(model, uri, metadata, catalogue.num_items)

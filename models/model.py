@@ -15,7 +15,6 @@ attributes of a model's class, never its name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +22,7 @@ from torch import nn
 
 from core.errors import UserError
 from models.cpu.matmul import use_exact_onednn
-from models.dataset.dataset import Dataset, Kind
+from models.dataset.dataset import Kind
 from models.requests import Requests
 
 Ranked = Literal["catalogue", "candidates", "nothing"]
@@ -68,12 +67,10 @@ class Model(nn.Module):
     stops_early: ClassVar[bool] = False
     """Whether `fit_in_one_pass(train, val)` takes validation batches, for early
     stopping or to choose options."""
-    can_teach: ClassVar[bool] = False
-    """Whether students can be distilled from the model, because it has a backbone and a
-    decoder."""
-
     is_baseline: ClassVar[bool] = False
     """Whether the model is a simple baseline that trained models should outperform."""
+    not_served: ClassVar[str] = ""
+    """Why the model cannot be served; empty if it can."""
     is_diagnostic: ClassVar[bool] = False
     """Whether the model reads values that are known only after results were shown. It
     is never the best model of a comparison."""
@@ -107,11 +104,6 @@ class Model(nn.Module):
         self.config = config
 
     @classmethod
-    def config_to_dict(cls, config: Any) -> dict[str, Any]:
-        """Return the name and all options of a model, as checkpoints store them."""
-        return {**asdict(config), "name": cls.name}
-
-    @classmethod
     def inputs_of(cls, config: Any) -> Mapping[str, bool]:
         """Return the `extra_inputs` that a model with these options reads."""
         return cls.extra_inputs
@@ -126,19 +118,10 @@ class Model(nn.Module):
         return config
 
     @classmethod
-    def reason_not_served(cls) -> str:
-        """Return why the model cannot be served, or an empty string if it can."""
-        if cls.is_diagnostic:
-            return "it reads values that are known only after results were shown"
-        if cls.ranks == "nothing":
-            return "it ranks nothing"
-        return ""
-
-    @classmethod
     def check_served(cls) -> None:
         """Raise UserError if the model cannot be served."""
-        if reason := cls.reason_not_served():
-            raise UserError(f"the model '{cls.name}' is not served: {reason}")
+        if cls.not_served:
+            raise UserError(f"the model '{cls.name}' is not served: {cls.not_served}")
 
     @classmethod
     def describe_requests(cls, info: Any) -> dict[str, Any]:
@@ -162,16 +145,13 @@ class Model(nn.Module):
         defaults = {"unit": unit, "max_history": self.config.max_history}
         return self.kind.selection_class(split, **(defaults | fields))
 
-    def prepare_training(
-        self, catalogue: Any, datasets: Mapping[str, Dataset]
-    ) -> list[str]:
+    def prepare_training(self, catalogue: Any) -> list[str]:
         """Load training inputs other than the tables, like the outputs of a teacher.
 
         Called on every worker.
 
         Args:
             catalogue: Catalogue of the tables.
-            datasets: The worker's datasets by split.
 
         Returns:
             Messages to print before training.

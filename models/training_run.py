@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from core.errors import UserError
 from core.files import join
 from core.options import build, check_known
 from core.schemas import Inputs
-from core.tables import Table
+from core.tables import Table, table_hashes
 from models import own_code, registry
 from models.custom_features import adopt_scales
 from models.dataset.dataset import Dataset, NewExamples
@@ -120,7 +120,7 @@ class TrainingRun:
             messages += load_extended_weights(
                 module, init, initial, catalogue.num_items, trains=True
             )
-        messages += module.prepare_training(catalogue, {"train": train, "val": val})
+        messages += module.prepare_training(catalogue)
         return cls(
             model=module,
             catalogue=catalogue,
@@ -198,11 +198,11 @@ class TrainingRun:
         """
         new_examples = self.train.selection.new
         split = self.catalogue.versions["sequences"].info.split
-        model = self.model.config_to_dict(self.model.config)
+        model = asdict(self.model.config)
         return Checkpoint(
             model=model,
             fit=self.fit,
-            hashes=self.catalogue.hashes,
+            hashes=table_hashes(self.catalogue.versions),
             code=own_code.find_sources(model),
             learned={
                 "scales": self.catalogue.scales(),

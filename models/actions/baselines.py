@@ -127,10 +127,7 @@ class UserRate(BaseRate):
     config_class = SmoothedRateConfig
     config: SmoothedRateConfig
 
-    @classmethod
-    def reason_not_served(cls) -> str:
-        """Return that requests have the actions of a history, but not its tasks."""
-        return "requests do not have the tasks of earlier events"
+    not_served = "requests do not have the tasks of earlier events"
 
     def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) log-odds of the valid candidates of all users, row by row."""

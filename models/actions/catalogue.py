@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.schemas import ActionsInfo, CustomFeatures, Inputs
-from core.tables import Table, table_hashes
+from core.tables import Table
 from models.custom_features import CATEGORY, CUSTOM_KEY, NUMBER, rescale
 from models.text.text_tables import read_vectors, root_mean_square
 
@@ -135,11 +135,6 @@ class ActionsCatalogue:
     def __post_init__(self) -> None:
         if not self.text_size:
             object.__setattr__(self, "text_size", root_mean_square(self.text))
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """Hashes of the catalogue's tables, by name."""
-        return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
         """Return the scales and the tasks' rates, which a checkpoint stores."""

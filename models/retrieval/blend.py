@@ -112,9 +112,7 @@ class Blend(RetrievalModel):
             hashes=tuple(checkpoint.weights_hash(uri) for uri in uris),
         )
 
-    def prepare_training(
-        self, catalogue: Catalogue, datasets: Mapping[str, Any]
-    ) -> list[str]:
+    def prepare_training(self, catalogue: Catalogue) -> list[str]:
         """Load the weights of both models."""
         uris = (self.config.first, self.config.second)
         for model, uri in zip(self.models, uris, strict=True):

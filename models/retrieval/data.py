@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from core.schemas import Inputs, RetrievalInfo
-from core.tables import Table, table_hashes
+from core.tables import Table
 from models.dataset.batch import PAD, Batch, axes
 from models.retrieval.search.trie import Trie
 
@@ -43,11 +43,6 @@ class Catalogue:
     """The semantic IDs as a trie, or None."""
     versions: dict[str, Table[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables: `sequences`, `items`, `sids`, `trie`."""
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """Hashes of the catalogue's tables, by name."""
-        return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
         """Return an empty dict, since retrieval models read no numbers."""

@@ -35,7 +35,6 @@ class Retriever(RetrievalModel):
 
     example_unit = "request"
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
-    can_teach = True
     options_class: ClassVar[type | None] = BeamOptions
     label_smoothing = 0.0
     """Share of each target's probability that training spreads evenly over all
@@ -90,11 +89,8 @@ class Retriever(RetrievalModel):
             Items and scores, (B, k) both, best first. If fewer than k items are found,
             the tail is item -1 with score -inf.
         """
-        return self.search(self.infer(batch), k, batch.allowed, **options)
-
-    def infer(self, batch: HistoryBatch) -> History:
-        """Return the states of `encode`, up to rounding, as fast as possible."""
-        return self.backbone.infer(batch)
+        history = self.backbone.infer(batch)
+        return self.search(history, k, batch.allowed, **options)
 
     def scorer(self, history: History) -> Scorer:
         """Return the scorer of a beam search."""

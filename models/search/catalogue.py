@@ -35,7 +35,6 @@ from core.tables import (
     Table,
     find_table,
     read_parquet,
-    table_hashes,
 )
 from models.custom_features import CUSTOM_KEY, rescale
 from models.dataset.columns import request_columns
@@ -203,11 +202,6 @@ class SearchCatalogue:
     def __post_init__(self) -> None:
         if not self.text_size:
             object.__setattr__(self, "text_size", root_mean_square(self.text.items))
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """Hashes of the catalogue's tables, by name."""
-        return table_hashes(self.versions)
 
     def readable_features(self) -> tuple[list[str], list[str]]:
         """Return the categories and the numbers that are known when ranking."""

@@ -196,11 +196,9 @@ class HLLM(QGS):
             return config
         return replace(config, item_model=pretrained_config(config.item_tower))
 
-    def prepare_training(
-        self, catalogue: Any, datasets: Mapping[str, Any]
-    ) -> list[str]:
+    def prepare_training(self, catalogue: Any) -> list[str]:
         """Load the pretrained weights that the config names into the towers."""
-        messages = super().prepare_training(catalogue, datasets)
+        messages = super().prepare_training(catalogue)
         if self.config.item_tower:
             pretrained = load_encoder(self.config.item_tower)
             item_tower = cast(ItemTower, self.item_tower)

@@ -19,7 +19,6 @@ width of the reduced text, `F` features, `K` labels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any, Literal, cast
 
@@ -175,13 +174,11 @@ class QGS(Ranker):
             return config
         return replace(config, **pretrained_sizes(config.pretrained))
 
-    def prepare_training(
-        self, catalogue: Any, datasets: Mapping[str, Any]
-    ) -> list[str]:
+    def prepare_training(self, catalogue: Any) -> list[str]:
         """Load the pretrained weights that the config names into the encoder."""
         if self.config.pretrained:
             copy_pretrained(cast(CausalBert, self.encoder), self.config.pretrained)
-        return super().prepare_training(catalogue, datasets)
+        return super().prepare_training(catalogue)
 
     def embed_documents(self, item: Tensor) -> Tensor:
         """Return the reduced vectors (..., E) of documents.

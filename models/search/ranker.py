@@ -9,7 +9,6 @@ Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` g
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -289,9 +288,7 @@ class Ranker(SearchModel):
             **fields,
         )
 
-    def prepare_training(
-        self, catalogue: Any, datasets: Mapping[str, Any]
-    ) -> list[str]:
+    def prepare_training(self, catalogue: Any) -> list[str]:
         """Return the line that says what the model reads in place of text."""
         if self.text.has_text:
             return []

@@ -26,7 +26,7 @@ from core.errors import UserError, pluralize
 from core.files import hold_lock, join, open_uri, write_file
 from core.options import path_fields
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
-from core.tables import find_table, open_table
+from core.tables import find_table, open_table, table_hashes
 from models import own_code, registry
 from models.label_loss import LabelOptions, resolve_weights
 from models.loaded_model import load_catalogue
@@ -168,9 +168,8 @@ def is_complete(record: RunRecord, max_epochs: int) -> bool:
 
 def identify(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a resolved training that a continued run must share."""
-    model_class = registry.find(config.model.name)
     identity: dict[str, Any] = {
-        "model": model_class.config_to_dict(config.model),
+        "model": asdict(config.model),
         "fit": asdict(config.fit),
         "ray": {"num_workers": config.ray.num_workers},
     }
@@ -291,7 +290,7 @@ def open_run(
         status="running",
         run=run,
         config=identity,
-        given=model_class.config_to_dict(locate_encoders(given)),
+        given=asdict(locate_encoders(given)),
         hashes=hashes,
         inputs=inputs.folders(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -483,7 +482,7 @@ def resolve_training(
         init=init,
         tracking_uri=tracking_uri,
     )
-    return resolved_config, catalogue.hashes
+    return resolved_config, table_hashes(catalogue.versions)
 
 
 def locate_encoders(model: Any) -> Any:
@@ -505,11 +504,10 @@ def resolve_model(model: Any, catalogue: Any, record: RunRecord | None) -> Any:
         catalogue: The model's catalogue.
         record: `run.json` of the run, or None for a new run.
     """
-    model_class = registry.find(model.name)
     try:
-        return model_class.resolve_config(model, catalogue)
+        return registry.find(model.name).resolve_config(model, catalogue)
     except UserError:
-        given_model = model_class.config_to_dict(model)
+        given_model = asdict(model)
         is_finished = record is not None and record.status == "finished"
         if not record or not is_finished or record.given != given_model:
             raise

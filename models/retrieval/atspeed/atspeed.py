@@ -191,7 +191,6 @@ def score_tree(
 class AtSpeed(Student):
     """A student that drafts, and the teacher's frozen decoder, which verifies."""
 
-    can_teach = False
     verifies = True
     options_class = AtSpeedOptions
     config: AtSpeedConfig
@@ -257,7 +256,7 @@ class AtSpeed(Student):
             pairs = zip(batch.history.unbind(1), is_real.unbind(1), strict=True)
             for items, mask in pairs:
                 keys = torch.where(mask, mix_bits(keys ^ items), keys)
-        history = self.infer(batch)
+        history = self.backbone.infer(batch)
         return speculative_search(
             lambda rows, tree, first: score_tree(
                 self.reused, history.rows(rows), tree, first

@@ -19,10 +19,9 @@ Shapes: `U` users, `M` items of B, `N` items, `B` requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -102,9 +101,7 @@ class EASE(RetrievalModel):
         """Return the config with `max_items` no larger than the catalogue."""
         return replace(config, max_items=min(config.max_items, catalogue.num_items))
 
-    def prepare_training(
-        self, catalogue: Catalogue, datasets: Mapping[str, Any]
-    ) -> list[str]:
+    def prepare_training(self, catalogue: Catalogue) -> list[str]:
         """Return a message if B does not cover the whole catalogue."""
         if self.config.max_items >= catalogue.num_items:
             return []

@@ -64,16 +64,10 @@ class TaughtModel(RetrievalModel):
         """Return the config with the teacher's config and hash (`resolve_teacher`)."""
         return resolve_teacher(config, catalogue)
 
-    def prepare_training(
-        self, catalogue: Catalogue, datasets: Mapping[str, Any]
-    ) -> list[str]:
-        """Load the teacher."""
-        self.load_teacher(catalogue)
-        return []
-
-    def load_teacher(self, catalogue: Catalogue) -> None:
+    def prepare_training(self, catalogue: Catalogue) -> list[str]:
         """Load the teacher of the config and copy the weights that it shares."""
         self.set_teacher(load_model(self.config.teacher, catalogue)[0])
+        return []
 
     def set_teacher(self, teacher: Any) -> None:
         """Store the teacher; a subclass copies the weights that it shares, too."""
@@ -121,7 +115,7 @@ def read_checkpoint(
 def resolve_teacher(config: C, catalogue: Catalogue) -> C:
     """Return the config with the teacher's config, weights hash and absolute paths."""
     uri, teacher, weights = read_checkpoint(config, "teacher", catalogue)
-    if not registry.find(teacher.name).can_teach:
+    if not issubclass(registry.find(teacher.name), Retriever):
         raise UserError(
             f"the teacher {uri} is of the model '{teacher.name}', which has no decoder",
             "teacher",

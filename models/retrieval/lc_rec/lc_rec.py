@@ -19,7 +19,6 @@ longest response.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any
 
@@ -179,9 +178,7 @@ class LcRec(Retriever):
             tasks=tasks,
         )
 
-    def prepare_training(
-        self, catalogue: Catalogue, datasets: Mapping[str, Any]
-    ) -> list[str]:
+    def prepare_training(self, catalogue: Catalogue) -> list[str]:
         """Load the pretrained weights, and the titles that the tasks need."""
         config = self.config
         if config.lm:

@@ -57,6 +57,7 @@ class SidMlpPpEncoder(TaughtModel):
     config_class = SidMlpPpEncoderConfig
     options_class = None
     ranks = "nothing"
+    not_served = "it ranks nothing"
     config: SidMlpPpEncoderConfig
 
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue) -> None:
@@ -210,12 +211,13 @@ class SidMlpPp(SidMlp):
         sizes = encoder_sizes(stage_1.model)
         return replace(config, encoder=uri, encoder_hash=weights, **sizes)
 
-    def load_teacher(self, catalogue: Catalogue) -> None:
+    def prepare_training(self, catalogue: Catalogue) -> list[str]:
         """Load the teacher, and the encoder trained in stage 1."""
-        super().load_teacher(catalogue)
+        messages = super().prepare_training(catalogue)
         if not self.config.end_to_end:
             stage_1: Any = load_model(self.config.encoder, catalogue)[0]
             self.backbone.load_state_dict(stage_1.backbone.state_dict())
+        return messages
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode; a frozen encoder stays in evaluation mode."""

@@ -118,6 +118,7 @@ class ShownOrder(SearchBaseline):
     name = "shown_order"
     config_class = ShownOrderConfig
     is_diagnostic = True
+    not_served = "it reads values that are known only after results were shown"
     first_rate: Tensor
 
     def __init__(self, config: ShownOrderConfig, catalogue: SearchCatalogue) -> None:

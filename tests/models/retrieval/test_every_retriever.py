@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -419,7 +419,7 @@ def test_training_changes_every_trained_weight_and_can_be_repeated(case):
 def test_a_checkpoint_restores_the_model(case, tmp_path):
     model, options = build_case(case), beam_options(case, 12)
     items, scores = model.recommend(make_requests(6), 8, **options)
-    about = checkpoint.Checkpoint(model=model.config_to_dict(model.config))
+    about = checkpoint.Checkpoint(model=asdict(model.config))
     checkpoint.save(tmp_path, model, about)
 
     loaded, _ = load_model(tmp_path, build_catalogue())

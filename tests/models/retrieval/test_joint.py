@@ -48,7 +48,7 @@ def compute_layer(
             scores, values = [], []
             for key_position, key_state in normed.items():
                 distance = torch.tensor(key_position - query_position)
-                bucket = _bucket(distance, backbone.sizes, bidirectional=True)
+                bucket = _bucket(distance, bidirectional=True)
                 key = attention.k.weight[part] @ key_state
                 scores.append(query @ key + bias_table[bucket, head])
                 values.append(attention.v.weight[part] @ key_state)

@@ -6,6 +6,7 @@ history. NEZHA reads the states of placeholders behind the prompt.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def build_student(
 ) -> Any:
     """Return a student of `teacher`, by default of `build_lc_rec()`."""
     teacher = teacher or build_lc_rec()
-    teacher_model = teacher.config_to_dict(teacher.config)
+    teacher_model = asdict(teacher.config)
     return build_taught(name, 2, teacher, teacher_model=teacher_model, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ def test_a_new_item_starts_as_the_sum_of_its_nodes(tmp_path):
     order = codes[:24].argsort(0)[:, 0]  # the later codes come between the old ones
     old = build(Catalogue.from_codes(codes[:24][order], (6, 5, 3, 2)))
     about = checkpoint.Checkpoint(
-        model=old.config_to_dict(old.config),
+        model=asdict(old.config),
         learned={"names": collect_row_names(old)},
     )
     checkpoint.save(tmp_path, old, about)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -302,14 +303,14 @@ def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it():
     assert items[0, :6].tolist() == frequent[np.argsort(-expected)].tolist()
     np.testing.assert_allclose(scores[0, :6], -np.sort(-expected), atol=1e-6)
     assert items[0, 6:].tolist() == popular
-    (message,) = model.prepare_training(Catalogue(ITEMS), {})
+    (message,) = model.prepare_training(Catalogue(ITEMS))
     assert "6 most frequent of 12 items" in message
 
 
 @pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])
 def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(name, tmp_path):
     before = fit_model(name=name)
-    about = Checkpoint(model=before.config_to_dict(before.config))
+    about = Checkpoint(model=asdict(before.config))
     checkpoint.save(tmp_path / "run", before, about)
     after = build_resolved(about.model, Catalogue(ITEMS + 3))
 

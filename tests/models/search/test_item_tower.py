@@ -4,7 +4,7 @@ starts at the frozen encoder, and encoders that do not fit are rejected.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -102,7 +102,7 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
     assert config == HLLM.resolve_config(config, embedded)
     model = HLLM(config, embedded).eval()
     model.load_state_dict(frozen.state_dict(), strict=False)
-    model.prepare_training(embedded, {})
+    model.prepare_training(embedded)
 
     before = score_without_gradients(model, batch)
     torch.testing.assert_close(
@@ -123,6 +123,6 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
             assert not torch.equal(pretrained_weights[name], weight)
 
     # a trained model needs its config and weights, not the folder of the encoder
-    rebuilt = build_model(HLLM.config_to_dict(config), embedded).eval()
+    rebuilt = build_model(asdict(config), embedded).eval()
     rebuilt.load_state_dict(model.state_dict())
     assert torch.equal(score_without_gradients(rebuilt, batch), after)

@@ -37,7 +37,9 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path):
     expected = fit_tfidf(texts, 4).encode(texts)
     assert catalogue.text.tolist() == expected.tolist()
     assert np.isfinite(catalogue.text.numpy()).all()
-    assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash
+    assert (
+        catalogue.versions["text_items"].hash == read_manifest(join(text, "items")).hash
+    )
 
     reported: list[str] = []
     encode_log(EncodeConfig(tables, text, "tfidf", embed=config), say=reported.append)

@@ -16,7 +16,7 @@ import torch
 
 from core.errors import UserError
 from core.schemas import Inputs, PredictionsInfo, RunRef
-from core.tables import open_table, writing
+from core.tables import open_table, table_hashes, writing
 from jobs.evaluate import Config, run
 from models.dataset.dataset import Dataset
 from models.loaded_model import load_model
@@ -94,7 +94,7 @@ def evaluation(new_store, tmp_path_factory) -> Evaluation:
             name,
             str(folder),
             config={"model": model, "fit": vars(fit)},
-            hashes=setup.catalogue.hashes,
+            hashes=table_hashes(setup.catalogue.versions),
         )
         saved = setup.checkpoint(epoch=1, step=4, tracking=vars(run))
         checkpoint.save(folder / name, setup.model, saved)

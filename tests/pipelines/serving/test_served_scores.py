@@ -22,8 +22,7 @@ KINDS = {
     kind: [
         name
         for name in registry.MODELS
-        if registry.find(name).kind.name == kind
-        and not registry.find(name).reason_not_served()
+        if registry.find(name).kind.name == kind and not registry.find(name).not_served
     ]
     for kind in ("search", "actions")
 }
