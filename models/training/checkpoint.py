@@ -67,6 +67,7 @@ class Best(TypedDict, total=False):
 
     value: float | None
     epoch: int
+    """Number of the epoch, from 1."""
     step: int
     """Number of completed optimizer steps; 0 before the first validation."""
 

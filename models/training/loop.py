@@ -77,12 +77,7 @@ class Position:
     """Number of completed optimizer steps."""
     loss: float = 0.0
     """Training loss of the current epoch, summed over steps and averaged over ranks."""
-    best: float | None = None
-    """Best value of the validation metric so far."""
-    best_epoch: int = 0
-    """Epoch of the best validation, from 1."""
-    best_step: int = 0
-    """Number of steps completed at the best validation."""
+    best: Best = field(default_factory=lambda: {"value": None, "epoch": 0, "step": 0})
     waiting: int = 0
     """Number of validations since the best one."""
     stopped: bool = False
@@ -91,9 +86,10 @@ class Position:
     def record_metric(self, value: float) -> bool:
         """Record a validation metric and return whether it is the best so far."""
         self.waiting += 1
-        if self.best is not None and value <= self.best:
+        best_value = self.best["value"]
+        if best_value is not None and value <= best_value:
             return False
-        self.best, self.best_epoch, self.best_step = value, self.epoch + 1, self.step
+        self.best = {"value": value, "epoch": self.epoch + 1, "step": self.step}
         self.waiting = 0
         return True
 
@@ -479,23 +475,13 @@ def early_stop_reason(at: Position, config: FitConfig) -> str:
         return ""
     return (
         f"stopped: no better val {config.metric} in {at.waiting} validations "
-        f"(fit.patience), best {at.best:.4f} in epoch {at.best_epoch}"
+        f"(fit.patience), best {at.best['value']:.4f} in epoch {at.best['epoch']}"
     )
 
 
 def drop_undefined(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics whose value is finite."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def best_fields(state: State) -> Best:
-    """Return value, epoch and step of the best validation up to a state."""
-    position = state["position"]
-    return {
-        "value": position["best"],
-        "epoch": position["best_epoch"],
-        "step": position["best_step"],
-    }
 
 
 def describe(report: Report, config: FitConfig, per_example: float, unit: str) -> str:

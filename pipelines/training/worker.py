@@ -13,7 +13,7 @@ from core.errors import pluralize
 from core.schemas import RunRef
 from models.metrics.ranking_metrics import format_metric
 from models.training.checkpoint import Checkpoint, State
-from models.training.loop import best_fields, describe, drop_undefined, fit
+from models.training.loop import describe, drop_undefined, fit
 from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.training.backends import Backend
@@ -129,7 +129,7 @@ def train_by_gradient(
             epoch=report.epoch,
             step=report.step,
             metrics=drop_undefined(report.metrics),
-            best=best_fields(report.state),
+            best=report.state["position"]["best"],
             timing=timing,
             tracking=asdict(mlflow_run),
             unsent=logger.unsent if logger else [],

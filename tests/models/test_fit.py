@@ -20,7 +20,6 @@ from models.training.fit_config import FitConfig
 from models.training.loop import (
     Report,
     ValidationStopped,
-    best_fields,
     fit,
     learning_rate,
     prefetch,
@@ -190,7 +189,7 @@ def test_best_epoch_and_early_stop_follow_the_validation_metric_alone():
     # an equal value is not better
     assert [event.is_best for event in ends] == [True, True, False, False]
     assert [event.stop for event in ends] == [False, False, False, True]
-    assert best_fields(ends[-1].state) == {"value": 0.5, "epoch": 2, "step": 10}
+    assert ends[-1].state["position"]["best"] == {"value": 0.5, "epoch": 2, "step": 10}
 
 
 def test_a_loss_of_nan_stops_the_training():
