@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.layers.t5 import BUCKETS, EPSILON, MAX_DISTANCE
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import real_positions
 from models.retrieval.search.topk import top_k
@@ -40,9 +39,6 @@ def to_transformers(tiger: Tiger) -> Any:
         num_layers=sizes.num_encoder_layers,
         num_decoder_layers=sizes.num_decoder_layers,
         dropout_rate=sizes.dropout,
-        relative_attention_num_buckets=BUCKETS,
-        relative_attention_max_distance=MAX_DISTANCE,
-        layer_norm_epsilon=EPSILON,
         feed_forward_proj="relu",
         tie_word_embeddings=True,
         pad_token_id=0,
