@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from pydantic import PositiveInt
@@ -37,7 +37,7 @@ from core.errors import UserError
 from core.options import STRICT
 from models.cpu.derived import cache_until_changed
 from models.search.catalogue import SearchCatalogue
-from models.search.qgs import QGS, QGSConfig
+from models.search.qgs import QGS, BehaviourText, Encoder, QGSConfig, QueryText
 from models.text.pretrained import (
     load_encoder,
     pretrained_config,
@@ -142,7 +142,7 @@ class ItemTower(nn.Module):
 class HLLMConfig(QGSConfig):
     """Settings of HLLM (Sec. 4.1 of QGS: 12 layers, 12 heads, 768)."""
 
-    encoder: Literal["linear_hstu", "hstu", "transformer"] = "transformer"
+    encoder: Encoder = "transformer"
     """Encoder of the user tower."""
     width: PositiveInt = 768
     """Width of the user tower."""
@@ -150,13 +150,13 @@ class HLLMConfig(QGSConfig):
     """Heads of the user tower."""
     ffn: PositiveInt = 3072
     """Inner width of the user tower's feed-forward blocks."""
-    token: Literal["pair", "item"] = "item"
+    token: BehaviourText = "item"
     """Text of a behaviour: the document alone."""
     context_features: bool = False
     """Whether a behaviour's token has its features; HLLM has none."""
     group_attention: bool = False
     """HFG-Attention over groups of features; HLLM has none."""
-    query_condition: Literal["query", "none"] = "none"
+    query_condition: QueryText = "none"
     """Inputs of the prediction head about the next query: none in HLLM."""
     item_tower: str = field(default="", metadata={"names": "encoder"})
     """Encoder of jobs.encode (folder, name, or `minilm`) that is fine-tuned as the item

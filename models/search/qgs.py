@@ -42,12 +42,16 @@ from models.search.ranker import Ranker, RankerConfig
 from models.search.requests import SearchBatch
 from models.training.distributed import global_mean
 
+Encoder = Literal["linear_hstu", "hstu", "transformer"]
+BehaviourText = Literal["pair", "item"]
+QueryText = Literal["query", "none"]
+
 
 @dataclass(config=STRICT)
 class QGSConfig(RankerConfig):
     """Settings of QGS; the defaults are the paper's."""
 
-    encoder: Literal["linear_hstu", "hstu", "transformer"] = "linear_hstu"
+    encoder: Encoder = "linear_hstu"
     """Encoder of the behaviours (Table 3 of QGS compares the three)."""
     width: PositiveInt = 512
     """Width of the encoder (d_h, Sec. 3.7 of QGS)."""
@@ -61,13 +65,13 @@ class QGSConfig(RankerConfig):
     pretrained: str = field(default="", metadata={"names": "encoder"})
     """Pretrained BERT whose weights initialise the encoder `transformer`: a folder, a
     name, or `minilm`, a pip package; read in training only."""
-    token: Literal["pair", "item"] = "pair"
+    token: BehaviourText = "pair"
     """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document
     alone."""
     context_features: bool = True
     """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in
     pair tok." of Table 3)."""
-    query_condition: Literal["query", "none"] = "query"
+    query_condition: QueryText = "query"
     """Text of the next query that the prediction head reads (Eq. 3): `query` encodes
     the query alone, since the paper's [SEP] output over query and document has seen the
     document to predict. `none` reads no query."""
@@ -114,13 +118,13 @@ class HSTUConfig(QGSConfig):
     QGS). Tokens are items alone, and the prediction head reads no query.
     """
 
-    encoder: Literal["linear_hstu", "hstu", "transformer"] = "hstu"
+    encoder: Encoder = "hstu"
     """Encoder of the behaviours."""
     width: PositiveInt = 768
     """Width of the encoder."""
-    token: Literal["pair", "item"] = "item"
+    token: BehaviourText = "item"
     """Text of a behaviour: the document alone."""
-    query_condition: Literal["query", "none"] = "none"
+    query_condition: QueryText = "none"
     """Text of the next query that the prediction head reads: none."""
     group_attention: bool = False
     """HFG-Attention over groups of features; HSTU has none."""

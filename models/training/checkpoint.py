@@ -19,15 +19,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import safetensors.torch
 import torch
 from pyarrow import fs
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import nn
 from typing_extensions import TypedDict
@@ -52,14 +52,6 @@ BEST = "best"
 
 OPTIONAL = "text_items"
 """Table that is optional in training, but required later if training used it."""
-
-
-def keep_known_options(fit: Any) -> Any:
-    """Return options of the training loop without those of earlier versions."""
-    if not isinstance(fit, dict):
-        return fit
-    names = {option.name for option in fields(FitConfig)}
-    return {name: value for name, value in fit.items() if name in names}
 
 
 class Best(TypedDict, total=False):
@@ -107,9 +99,7 @@ class Checkpoint:
 
     model: dict[str, Any]
     """Registry name of the model, under `name`, and the fields of its config."""
-    fit: Annotated[FitConfig, BeforeValidator(keep_known_options)] = field(
-        default_factory=FitConfig
-    )
+    fit: FitConfig = field(default_factory=FitConfig)
     """Options of the training loop."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the training tables: `sequences`, `items`, `sids`, `trie`, `queries`,

@@ -226,8 +226,8 @@ def make_step(
     device: torch.device,
     world: int,
     shards: fsdp.Shards | None,
-) -> tuple[Any, TrainStep]:
-    """Wrap a model by DDP, and build its training step.
+) -> TrainStep:
+    """Build the training step of a model, by DDP with several workers.
 
     Args:
         model: The model, on its device.
@@ -238,7 +238,7 @@ def make_step(
         shards: The shards of the model; None if each worker holds the whole model.
 
     Returns:
-        The wrapped model, and the step, which moves batches to the device.
+        The step, which moves batches to the device.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     module: Any = model
@@ -264,8 +264,8 @@ def make_step(
         return {name: value.detach() for name, value in outputs.items()}, norm
 
     if uses_cuda_graphs(config, device, world):
-        return module, CudaGraphs(step_on, device)
-    return module, lambda batch: step_on(batch.to(device))
+        return CudaGraphs(step_on, device)
+    return lambda batch: step_on(batch.to(device))
 
 
 def fit(
@@ -329,7 +329,7 @@ def fit(
         state["position"] = asdict(at)
         return state
 
-    module, take_step = make_step(model, optimizer, config, device, world, shards)
+    take_step = make_step(model, optimizer, config, device, world, shards)
     steps = train.num_steps(config.batch_size)
     total_steps, first_step = steps * config.max_epochs, at.step
     began = reported = time.perf_counter()
@@ -363,7 +363,7 @@ def fit(
         batches = load_epoch(epoch=epoch, skip=at.step_in_epoch)
         if device.type == "cuda":
             batches = prefetch(batches)
-        module.train()
+        model.train()
         points: dict[str, float] = {}
         epoch_examples, epoch_waited, epoch_began = 0.0, 0.0, time.perf_counter()
         # since the last point of the curves
@@ -428,13 +428,18 @@ def fit(
         is_last = epoch + 1 == config.max_epochs
         end: dict[str, Any] = {"ends_epoch": True}
         if not stops and (is_last or is_due(config.eval_every_epochs, epoch + 1)):
+            validation_began = time.perf_counter()
             try:
                 with shards.gather_weights() if shards else nullcontext():
-                    measured, val_points = measure(model, validate)
-                points |= val_points
-                end |= measured
-                end["is_best"] = at.record_metric(measured["metrics"][config.metric])
+                    metrics, count = validate(model)
+                if not count:
+                    raise UserError("the validation split has no request")
+                end["metrics"] = metrics
+                end["eval_seconds"] = time.perf_counter() - validation_began
+                end["is_best"] = at.record_metric(metrics[config.metric])
                 end["stop_reason"] = "" if is_last else early_stop_reason(at, config)
+                points |= {f"val/{name}": value for name, value in metrics.items()}
+                points |= {"val/examples": count, "val/seconds": end["eval_seconds"]}
             except ValidationStopped:
                 stops = True
         if stops:
@@ -448,20 +453,6 @@ def fit(
         reported, silence = time.perf_counter(), PROGRESS_S
         if at.stopped:
             return
-
-
-def measure(
-    model: nn.Module, validate: Validate
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Validate a model; return fields of a report, and points of the curves."""
-    began = time.perf_counter()
-    metrics, count = validate(model)
-    if not count:
-        raise UserError("the validation split has no request")
-    seconds = time.perf_counter() - began
-    points = {f"val/{name}": value for name, value in metrics.items()}
-    points |= {"val/examples": count, "val/seconds": seconds}
-    return {"metrics": metrics, "eval_seconds": seconds}, points
 
 
 def is_due(every: int, step: int) -> bool:
