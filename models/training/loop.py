@@ -77,7 +77,7 @@ class Position:
     """Number of completed optimizer steps."""
     loss: float = 0.0
     """Training loss of the current epoch, summed over steps and averaged over ranks."""
-    best: Best = field(default_factory=lambda: {"value": None, "epoch": 0, "step": 0})
+    best: Best = field(default_factory=lambda: Best(value=None, epoch=0, step=0))
     waiting: int = 0
     """Number of validations since the best one."""
     stopped: bool = False
