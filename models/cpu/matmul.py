@@ -71,19 +71,17 @@ class PackedLinear:
     precision) or gradients are needed. Later changes of the weight have no effect.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Pack `weight` (out, in) with an optional `bias` (out,)."""
+    def __init__(self, weight: Tensor) -> None:
+        """Pack `weight` (out, in)."""
         self.weight = weight.detach()
-        self.bias = None if bias is None else bias.detach()
         self.packed: Tensor | None = None
         on_cpu = (
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
             and torch.backends.mkldnn.is_available()
         )
-        parameters = [x for x in (self.weight, self.bias) if x is not None]
         # oneDNN's ReLU turns NaN into 0, which would hide damaged weights
-        if on_cpu and all(bool(x.isfinite().all()) for x in parameters):
+        if on_cpu and bool(self.weight.isfinite().all()):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(
                 self.weight.contiguous()
             )
@@ -91,7 +89,7 @@ class PackedLinear:
     def __call__(
         self, x: Tensor, relu: bool = False, add: Tensor | None = None
     ) -> Tensor:
-        """Return x W' + b (..., out), followed by ReLU or the addition of `add`.
+        """Return x W' (..., out), followed by ReLU or the addition of `add`.
 
         Args:
             x: (..., in) inputs.
@@ -99,16 +97,16 @@ class PackedLinear:
             add: (..., out) added to the output, or None.
         """
         if self.packed is None or x.dtype != torch.float32 or not is_plain_inference():
-            y = functional.linear(x, self.weight, self.bias)
+            y = functional.linear(x, self.weight)
             if relu:
                 y = y.relu()
             return y if add is None else y + add
         if add is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(
-                x, add, self.packed, self.bias, "add"
+                x, add, self.packed, None, "add"
             )
         return torch.ops.mkldnn._linear_pointwise(
-            x, self.packed, self.bias, "relu" if relu else "none", [], ""
+            x, self.packed, None, "relu" if relu else "none", [], ""
         )
 
 

@@ -34,10 +34,7 @@ class Psid(Rqkmeans):
 
     name = "psid"
 
-    @property
-    def separates_items(self) -> bool:
-        """Return True, as codes are unique."""
-        return True
+    separates_items = True
 
     def fit(self, embeddings: Tensor, chosen: Tensor | None = None) -> Training:
         """Train the codebooks, and relax the codes of items with equal codes."""

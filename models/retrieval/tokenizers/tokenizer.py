@@ -50,6 +50,9 @@ class Tokenizer:
     """Subclass of `NamedConfig` with the tokenizer's options."""
     reads_file: ClassVar[bool] = False
     """Whether the codes are in a file, so that no embeddings are needed."""
+    separates_items: ClassVar[bool] = False
+    """Whether `fit` gives few or no items equal codes. If so, a conflict code is added
+    only if items have equal codes."""
     arrays: dict[str, Tensor]
     """Arrays that `assign` needs, which are stored with the `codebooks` of `Quantized`.
     `fit` sets others than `codebooks`."""
@@ -60,14 +63,6 @@ class Tokenizer:
     def __reduce__(self) -> Any:
         """Pickle the class too, if it is in a file of the user's own."""
         return own_code.pickle_with_code(self)
-
-    @property
-    def separates_items(self) -> bool:
-        """Whether `fit` gives few or no items equal codes.
-
-        If so, a conflict code is added only if items have equal codes.
-        """
-        return False
 
     @property
     def on_train_items(self) -> bool:
@@ -97,8 +92,4 @@ class Published(Tokenizer):
     name = "published"
     config_class = NamedConfig
     reads_file = True
-
-    @property
-    def separates_items(self) -> bool:
-        """Return True, as published codes are usually unique."""
-        return True
+    separates_items = True
