@@ -90,7 +90,14 @@ def load_extended_weights(
     """
     with verified(uri, WEIGHTS) as file:
         saved = safetensors.torch.load_file(file)
-    check_tasks(model, metadata, uri)
+    old_tasks = set(metadata.learned.get("scales", {}).get("rates", {}))
+    differing_tasks = old_tasks ^ set(model.labels)
+    if old_tasks and differing_tasks:
+        raise OtherTablesError(
+            f"the tables and {uri} have different tasks, such as "
+            f"{min(differing_tasks)}",
+            "init",
+        )
     messages = []
     if trains:
         messages += replace_constant_scales(model, saved)
@@ -182,24 +189,6 @@ def replace_constant_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[
             for name in module.replace_constant_scales(mean, std)
         ]
     return messages
-
-
-def check_tasks(model: Any, metadata: Checkpoint, uri: str | Path) -> None:
-    """Raise OtherTablesError if the tables and the checkpoint have different tasks.
-
-    Args:
-        model: Model on the tables.
-        metadata: `config.json` of the checkpoint.
-        uri: Folder of the checkpoint, for the message.
-    """
-    old_tasks = set(metadata.learned.get("scales", {}).get("rates", {}))
-    differing_tasks = old_tasks ^ set(model.labels)
-    if old_tasks and differing_tasks:
-        raise OtherTablesError(
-            f"the tables and {uri} have different tasks, such as "
-            f"{min(differing_tasks)}",
-            "init",
-        )
 
 
 def extend_values(

@@ -91,23 +91,18 @@ class BoostedActions(BoostedTrees, ActionsModel):
         is_earlier = torch.arange(context, device=end.device) < end  # (B, C, T)
         same_item = batch.candidate_item[:, :, None] == batch.item[:, None]
         matches = [is_earlier, is_earlier & same_item]
-        event_codes, candidate_codes = self._categories(batch)
+        codes = [self._item_attributes("categories", batch.join("item"), batch)]
+        if batch.viewer is not None:
+            codes.append(batch.join("viewer"))
+        if batch.custom is not None:
+            codes.append(batch.join("custom")[..., self.num_custom_numbers :].long())
+        # (B, T, G) of context events, (B, C, G) of candidates
+        event_codes, candidate_codes = torch.cat(codes, -1).tensor_split([context], 1)
         for category in range(event_codes.shape[2]):
             code = candidate_codes[:, :, None, category]  # (B, C, 1)
             event_code = event_codes[:, None, :, category]  # (B, 1, T)
             matches.append(is_earlier & (code == event_code) & (code > 0))
         return torch.stack(matches, 1).float()
-
-    def _categories(self, batch: ActionsBatch) -> tuple[Tensor, Tensor]:
-        """Return codes of context events (B, T, G) and of candidates (B, C, G)."""
-        context = batch.item.shape[1]
-        parts = [self._item_attributes("categories", batch.join("item"), batch)]
-        if batch.viewer is not None:
-            parts.append(batch.join("viewer"))
-        if batch.custom is not None:
-            parts.append(batch.join("custom")[..., self.num_custom_numbers :].long())
-        values = torch.cat(parts, -1)
-        return values[:, :context], values[:, context:]
 
     def _item_attributes(self, name: str, item: Tensor, batch: ActionsBatch) -> Tensor:
         """Return attributes (..., width) of items; padding reads item 0."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.retrieval.lc_rec.backbone import LmBackbone
-from models.retrieval.parts import Decoder, History, Memory
+from models.retrieval.parts import Decoder, History, Memory, real_positions
 
 
 class LmDecoder(Decoder):
@@ -75,7 +75,8 @@ class LmDecoder(Decoder):
             return query.unsqueeze(1)
         tokens = self.backbone.vocabulary + (codes + self.tokens.offset)[:, :-1]
         index = torch.arange(num_codes, device=codes.device)
-        sees_prompt = prompt_mask(history).expand(-1, num_codes, -1)
+        is_prompt = real_positions(history.lengths, history.states.shape[1])
+        sees_prompt = is_prompt[:, None].expand(-1, num_codes, -1)
         sees_codes = (index <= index.unsqueeze(1)).expand(len(codes), -1, -1)
         visible = torch.cat([sees_prompt, sees_codes], 2)  # (B, L - 1, S + L - 1)
         positions = history.lengths.unsqueeze(1) + index
@@ -112,12 +113,6 @@ class LmDecoder(Decoder):
         return LmScorer(self, history)
 
 
-def prompt_mask(history: History) -> Tensor:
-    """Return a mask (B, 1, S) of the prompts' tokens that are not padding."""
-    index = torch.arange(history.states.shape[1], device=history.lengths.device)
-    return index < history.lengths[:, None, None]
-
-
 class LmScorer:
     """A `Scorer` over each level's codebook."""
 
@@ -125,7 +120,7 @@ class LmScorer:
         self.decoder, self.lengths = decoder, history.lengths
         self.query = cast(Tensor, history.query)
         self.memory = cast(Memory, history.memory)
-        self.prompt_mask = prompt_mask(history)  # (B, 1, S)
+        self.is_prompt = real_positions(history.lengths, history.states.shape[1])
         # (B, W, level): index of each beam's tokens among the N tokens of all beams
         self.paths = history.lengths.new_zeros((len(history.lengths), 1, 0))
 
@@ -138,7 +133,7 @@ class LmScorer:
         level = self.paths.shape[2]
         num_beams = tokens.shape[1]
         keys, _ = self.memory[0]
-        num_before = keys.shape[2] - self.prompt_mask.shape[2]  # N
+        num_before = keys.shape[2] - self.is_prompt.shape[1]  # N
         beam = torch.arange(num_beams, device=tokens.device).expand_as(tokens)
         parent_paths = self.paths.take_along_dim(parents.unsqueeze(-1), 1)
         newest = (num_before + beam).unsqueeze(-1)
@@ -146,7 +141,7 @@ class LmScorer:
         shape = (*tokens.shape, num_before + num_beams)
         sees_tokens = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
         sees_tokens.scatter_(2, self.paths, True)
-        sees_prompt = self.prompt_mask.expand(-1, num_beams, -1)
+        sees_prompt = self.is_prompt[:, None].expand(-1, num_beams, -1)
         visible = torch.cat([sees_prompt, sees_tokens], 2)
         positions = (self.lengths + level).unsqueeze(1).expand_as(tokens)
         first = self.decoder.backbone.vocabulary + self.decoder.tokens.first[level]

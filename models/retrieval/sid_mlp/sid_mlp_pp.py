@@ -16,7 +16,6 @@ Shapes: `B` requests, `S` tokens of a history, `D` width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field, fields, replace
 from typing import Any, Literal, Self
 
@@ -208,7 +207,7 @@ class SidMlpPp(SidMlp):
                 f"the encoder {uri} matches another teacher ({stage_1_hash[:12]}) than "
                 f"{config.teacher} ({config.teacher_hash[:12]})"
             )
-        sizes = encoder_sizes(stage_1.model)
+        sizes = {f.name: stage_1.model[f.name] for f in fields(EncoderSizes)}
         return replace(config, encoder=uri, encoder_hash=weights, **sizes)
 
     def prepare_training(self, catalogue: Catalogue) -> list[str]:
@@ -238,8 +237,3 @@ class SidMlpPp(SidMlp):
     def teacher_hidden(self, batch: RequestBatch, history: History) -> Tensor:
         """Return the teacher's states after the teacher's own encoder."""
         return super().teacher_hidden(batch, self.teacher.encode(batch))
-
-
-def encoder_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EncoderSizes` among a model's options."""
-    return {f.name: options[f.name] for f in fields(EncoderSizes)}
