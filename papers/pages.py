@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,8 @@ def compare_rows(rows: Sequence[Row], metric: str) -> Iterator[Line]:
                 for other in base
                 if base not in teachers or run["teacher"] == other["id"]
             ]
-            if base is row or any(x["users"] != users for pair in pairs for x in pair):
+            of_users = {values["users"] for values in chain(*pairs)}
+            if base is row or of_users != {users}:
                 continue
             # (2, U) means per user of the row and of its base
             mean, base_mean = np.mean(

@@ -225,11 +225,9 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
         log=pl.concat_str(pl.col(log).fill_null(""), separator="\n"),
         settings=pl.concat_str(settings, separator=", ", ignore_nulls=True),
     )
-    teachers = runs.select("key", hash=tracking.WEIGHTS_TAG).drop_nulls()
-    teachers = teachers.unique("hash", keep="first", maintain_order=True)
-    teachers = teachers.rename({"key": "teacher", "hash": TEACHER})
-    runs = runs.join(teachers, on=TEACHER, how="left", maintain_order="left")
-    lineage = pl.coalesce("teacher", TEACHER, "model.encoder_hash")
+    weights = runs.select(tracking.WEIGHTS_TAG, "key").drop_nulls()
+    keys = dict(weights.reverse().rows())  # of equal weights the first run
+    lineage = pl.coalesce(pl.col(TEACHER).replace(keys), "model.encoder_hash")
     row = pl.col("row").first().over("options", "key", lineage)
     return runs.with_columns(row=row)
 

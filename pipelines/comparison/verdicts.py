@@ -19,6 +19,7 @@ import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def measure_differences(comparison: Comparison) -> pl.DataFrame:
     with ThreadPoolExecutor() as threads:
         load = partial(load_per_user, comparison.uri)
         loaded = list(threads.map(load, newest["artifacts"]))
-    metrics = [name for by_metric in loaded for name in by_metric]
+    metrics = [*chain.from_iterable(loaded)]
     metric = comparison.metric
     if metric not in metrics:  # it is not a mean over users
         metric = next(iter(metrics), "")

@@ -59,15 +59,14 @@ def evaluate(
     began = time.monotonic()
     checked = check_evaluation(config)
     measured = run_shards(measure_shard, config, in_ray, checked, config)
-    sums: dict[str, Any] = add_sums(shard for shard, _, _, _ in measured)
-    counts = add_sums(shard for _, shard, _, _ in measured)
-    popular = add_sums(shard for _, _, shard, _ in measured)
+    *shards, devices = zip(*measured, strict=True)
+    sums, counts, popular = map(add_sums, shards)
     split = config.split or "test"
     if not counts["requests"]:
         raise UserError(
             f"the split '{split}' of {config.tables} has no request with a history"
         )
-    device = measured[0][-1]
+    device = devices[0]
     if config.shards > 1:
         device = f"{config.shards} x {device}"
     saved = checked.checkpoint
