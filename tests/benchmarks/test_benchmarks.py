@@ -30,3 +30,12 @@ def test_a_line_has_the_time_and_memory_of_training_steps(tmp_path, monkeypatch)
     )
     assert line["items_per_s"] == pytest.approx(4 / line["median_s"], rel=0.01)
     assert line["peak_memory_mb"] > 0
+
+
+def test_an_unknown_mode_is_refused(monkeypatch):
+    words = (
+        "train --config jobs/configs/retrieval/sasrec.yaml --tables x --modes [fast]"
+    )
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *words.split()])
+    with pytest.raises(SystemExit, match="unknown 'fast' in modes"):
+        main()
