@@ -64,10 +64,6 @@ class Result:
     by_user: dict[str, dict[str, str]]
     """Metrics per user, encoded as text (`models/metrics/per_user_metrics.py`)."""
 
-    def is_fresh(self, evaluated: Checkpoint) -> bool:
-        """Return whether the requests come from another log than the training."""
-        return self.hashes.get("sequences") != evaluated.hashes.get("sequences")
-
     def to_metrics(self) -> dict[str, float]:
         """Return the metrics by their MLflow names, like `test/ndcg@10`."""
         metrics = {
@@ -101,7 +97,7 @@ def record_result(
     }
     option_names = [f"{name}-{value}" for name, value in changed.items()]
     file_name = "-".join(["evaluation", result.split, *option_names])
-    if result.is_fresh(evaluated):
+    if result.hashes.get("sequences") != evaluated.hashes.get("sequences"):
         file_name += f"-fresh-{result.hashes['sequences'][:8]}"
     path = join(result.checkpoint, f"{file_name}.json")
     content = to_json(result)
