@@ -126,7 +126,8 @@ class Section(Files):
     def list_files(self, input_uri: str) -> list[str]:
         """Return the files of the section, relative to the input folder."""
         noun = {"item_id": "item file", "user_id": "user file"}[self.key]
-        return list_files(input_uri, self.files, required=True, what=noun)
+        is_optional = isinstance(self, Items) and self.optional
+        return list_files(input_uri, self.files, required=not is_optional, what=noun)
 
 
 @dataclass(frozen=True)
@@ -162,12 +163,6 @@ class Items(Section):
             **_add_prefix("cat", self.attributes),
             **_add_prefix("num", self.numbers),
         }
-
-    def list_files(self, input_uri: str) -> list[str]:
-        """Return the item files, relative to the input folder."""
-        return list_files(
-            input_uri, self.files, required=not self.optional, what="item file"
-        )
 
 
 @dataclass(frozen=True)

@@ -773,24 +773,20 @@ def _read_json_lines(
     if piece is None and _is_array(_read_head(uri, files)):
         yield from _read_json_value(uri, files, expressions, piece)
         return
-    partial_line = b""
+    text = b""
     num_rows = 0
-    for block in _read_blocks(uri, files, piece):
-        end = block.rfind(b"\n") + 1
-        if end:
-            text = partial_line + block[:end]
-            frame, frame_rows = _parse_json_lines(text, uri, expressions, num_rows)
-            partial_line = block[end:]
-            num_rows += frame_rows
-            yield frame
-            continue
-        partial_line += block
-        if len(partial_line) > MAX_ROW_BYTES:
+    for block in chain(_read_blocks(uri, files, piece), [None]):
+        text += block or b""
+        end = len(text) if block is None else text.rfind(b"\n") + 1
+        lines, text = text[:end], text[end:]
+        if len(text) > MAX_ROW_BYTES:
             raise UserError(f"{uri} has a line of more than {MAX_ROW_BYTES >> 20} MiB")
-    if partial_line.strip():
-        frame, frame_rows = _parse_json_lines(partial_line, uri, expressions, num_rows)
-        num_rows += frame_rows
-        if frame.broken and frame.broken[-1][0] == num_rows - 1:
+        if not lines.strip():
+            continue
+        frame = _parse_json_lines(lines, uri, expressions, num_rows)
+        num_rows += len(frame.rows) + len(frame.broken)
+        is_last_broken = frame.broken and frame.broken[-1][0] == num_rows - 1
+        if block is None and is_last_broken:
             raise UserError(f"{uri} ends within a JSON object, so it is truncated")
         yield frame
     if not num_rows and piece is None:
@@ -799,7 +795,7 @@ def _read_json_lines(
 
 def _parse_json_lines(
     text: bytes, uri: str, expressions: list[str], row: int
-) -> tuple[ParsedRows, int]:
+) -> ParsedRows:
     """Parse whole JSON lines; a column of mixed types becomes text."""
     broken: Broken = []
     if b"\\ud" in text or b"\\uD" in text:
@@ -827,7 +823,7 @@ def _parse_json_lines(
     numbers = _row_numbers(len(rows), broken) + row
     rows = rows.with_columns(pl.Series(ROW, numbers, pl.Int64)).select(*columns, ROW)
     broken = [(number + row, reason, line) for number, reason, line in broken]
-    return ParsedRows(rows, broken, missing), len(numbers) + len(broken)
+    return ParsedRows(rows, broken, missing)
 
 
 def _read_ndjson(text: bytes) -> pl.DataFrame:
@@ -934,8 +930,7 @@ def _read_json_value(
     for first_row in range(0, len(content), MAX_FRAME_ROWS):
         values = content[first_row : first_row + MAX_FRAME_ROWS]
         lines = "\n".join(json.dumps(value) for value in values)
-        frame, _ = _parse_json_lines(lines.encode(), uri, expressions, first_row)
-        yield frame
+        yield _parse_json_lines(lines.encode(), uri, expressions, first_row)
 
 
 def _read_parquet(

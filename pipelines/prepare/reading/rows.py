@@ -373,14 +373,13 @@ class Rows:
         """
         present = [name for name in types if name in self.values.columns]
         valid = self.values.select(pl.col(name).cast(types[name]) for name in present)
-        num_rows, rejects = len(self.raw) + len(frame.broken), NO_REJECTS
-        columns = ["row", "reason", "source"]
+        rejects = [NO_REJECTS]
         if frame.broken:
             broken = [
                 (row, why, json.dumps({"line": x})) for row, why, x in frame.broken
             ]
-            lines = pl.DataFrame(broken, columns, orient="row")
-            rejects = pl.concat([rejects, lines], how="diagonal_relaxed")
+            columns = ["row", "reason", "source"]
+            rejects.append(pl.DataFrame(broken, columns, orient="row"))
         if self.reasons:
             reason = pl.select(pl.coalesce(self.reasons)).to_series()
             is_rejected = reason.is_not_null()
@@ -391,13 +390,15 @@ class Rows:
                 reason.filter(is_rejected).alias("reason"),
                 source.str.slice(0, MAX_QUOTED_CHARS).alias("source"),
             )
-            rejects = pl.concat([rejects, rows], how="diagonal_relaxed")
+            rejects.append(rows)
             valid = valid.filter(~is_rejected)
-        start = pl.lit(piece.start if piece else 0, pl.Int64)
-        rejects = rejects.with_columns(file=pl.lit(file), piece=start)
+        located = pl.concat(rejects, how="diagonal_relaxed").with_columns(
+            file=pl.lit(file), piece=pl.lit(piece.start if piece else 0, pl.Int64)
+        )
+        num_rows = len(self.raw) + len(frame.broken)
         counts = RejectCounts(num_rows, left_out=frame.left_out, missing=frame.missing)
-        counts.count(rejects)
-        return Block(valid, rejects, counts)
+        counts.count(located)
+        return Block(valid, located, counts)
 
 
 def take_rows(frame: ParsedRows, condition: str | None, uri: str) -> ParsedRows:
@@ -442,10 +443,7 @@ def split_rows(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
     """
     elements = int(rows[name].list.len().sum() or 0) if name else 0
     size = max(1, len(rows) * MAX_EXPLODED_ROWS // max(elements, MAX_EXPLODED_ROWS))
-    if len(rows):
-        yield from rows.iter_slices(size)
-    else:
-        yield rows
+    yield from rows.iter_slices(size) if len(rows) else [rows]
 
 
 def _format_floats(values: pl.Series) -> pl.Series:
