@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -66,9 +66,10 @@ from pipelines.prepare.settings.config import PrepareConfig, SequencesConfig
 
 @dataclass(frozen=True)
 class BuiltPart:
-    """Rows of `sequences` of one events part, or the written part, with statistics."""
+    """A written part of `sequences`, made of one events part, with statistics."""
 
-    rows: pa.Table | Part | None
+    part: Part | None
+    """Written file; None without rows."""
     count: Counter[str]
     """Counts of users, behaviours and requests, and of dropped ones."""
     training: TrainingValues | None = None
@@ -125,6 +126,8 @@ class SequenceBuilder(ABC):
     suggested for a first training."""
     simulated_source: ClassVar[str]
     """Name of the mapping file that reads simulated logs."""
+    draw_log: ClassVar[Callable[[Any], Any]]
+    """Draws a simulated log of the kind."""
 
     source: Log
     """Mapping from the columns of the raw files to events and items."""
@@ -134,11 +137,6 @@ class SequenceBuilder(ABC):
     @staticmethod  # noqa: B027
     def check_settings(source: Log, config: PrepareConfig) -> None:
         """Raise UserError if the settings do not fit the kind or the log."""
-
-    @staticmethod
-    @abstractmethod
-    def draw_log(settings: Any) -> Any:
-        """Draw a simulated log of the kind."""
 
     @property
     @abstractmethod
@@ -168,8 +166,9 @@ class SequenceBuilder(ABC):
     def open_events(self, events: pl.DataFrame, lookups: Lookups) -> pl.DataFrame:
         """Return the events of a part with indices of their row, user, item and query.
 
-        `known` is the time from which an event, as a behaviour, is in histories. An
-        item outside the catalogue and a missing query have the index -1.
+        `known` is the time from which an event, as a behaviour, is in histories, and
+        `as_of` the end of the features of an event. An item outside the catalogue and a
+        missing query have the index -1.
         """
         known = [name for name in (f"known_{self.config.behaviour}",) if name in events]
         events = events.with_row_index("row").with_columns(
@@ -181,10 +180,6 @@ class SequenceBuilder(ABC):
             if rows is not None:
                 events = events.join(rows, on=name, how="left", maintain_order="left")
         return events.with_columns(pl.col("^(item|query)_index$").fill_null(-1))
-
-    def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Set `as_of` to the end of the features of an event, by default its time."""
-        return events
 
     def add_features(
         self, events: pl.DataFrame, counted: pl.DataFrame | None
@@ -280,29 +275,32 @@ class SequenceBuilder(ABC):
 
     def build(
         self,
-        events: pl.DataFrame,
+        sequences_uri: str,
         lookups: Lookups,
+        uri: str,
         counted: pl.DataFrame | None = None,
     ) -> BuiltPart:
-        """Build the sequences of one events part.
+        """Build and write the sequences of one events part.
 
         Args:
-            events: Events of the part, with the columns `columns`.
+            sequences_uri: Folder of the table.
             lookups: Tables that every part looks up.
+            uri: File of the events part.
             counted: Features of the events, for `KeyCounter.gather`; None if nothing is
                 counted.
         """
         count: Counter[str] = Counter()
+        events = read_events(uri, self.columns)
         if not events.height:
-            return BuiltPart(self.output.empty_table(), count)
-        events = self.add_times(self.open_events(events, lookups))
+            return BuiltPart(None, count)
+        events = self.open_events(events, lookups)
         if lookups.as_of:
             events = join_as_of(events, lookups.as_of, count)
         events = self.add_features(events, counted)
         behaviours = self.select_behaviours(events, count, lookups.sessions)
         requests = self.form_requests(events, behaviours, count)
         if not requests.height:
-            return BuiltPart(self.output.empty_table(), count)
+            return BuiltPart(None, count)
         users = requests["user"].unique()
         behaviours = behaviours.filter(pl.col("user").is_in(users.implode()))
         # leave-last-out breaks ties between equal times by a hash
@@ -329,7 +327,8 @@ class SequenceBuilder(ABC):
         lengths = rows["item_index"].list.len()
         count["max_length"] = int(lengths.max() or 0)  # type: ignore[arg-type]
         arrow = rows.to_arrow(compat_level=pl.CompatLevel.oldest()).cast(self.output)
-        return BuiltPart(arrow, count, self.training_stats(requests, behaviours))
+        part = write_part(sequences_uri, arrow)
+        return BuiltPart(part, count, self.training_stats(requests, behaviours))
 
     # Steps of the table, on the driver.
 
@@ -369,7 +368,6 @@ def make_sequences(
     config = run.config
     builder = builder_class(run.source, config, split)
     made = builder.make_inputs(run, events)
-    as_of = {name: table for name, table in made.items() if name.startswith(PREFIX)}
     settings = asdict(as_base(config, SequencesConfig))
     tables: dict[str, Table[Any]] = {"events": events, "items": items, **made}
     inputs = {name: table.hash for name, table in tables.items()}
@@ -377,43 +375,9 @@ def make_sequences(
         return finished
     started = time.perf_counter()
     builder = builder.resolve(run, events)
-    parts = events.part_uris()
-    lookups = run.executor.put(builder.read_lookups(run, as_of))
-    shared = (run.tables.table_uri("sequences"), builder, lookups)
-    results: Iterator[tuple[int, BuiltPart]]
-    if counter := builder.create_counter(run):
-        results = count_in_buckets(
-            run.executor,
-            parts,
-            events.rows,
-            counter,
-            lookups,
-            _build_and_write,
-            shared,
-        )
-    else:
-        calls = [(uri,) for uri in parts]
-        results = run.executor.map_unordered(_build_and_write, calls, shared)
-    built_by_index: dict[int, BuiltPart] = {}
-    count: Counter[str] = Counter()
-    last_report = time.monotonic()
-    for index, part in results:
-        built_by_index[index] = part
-        longest = max(count["max_length"], part.count["max_length"])
-        count.update(part.count)
-        count["max_length"] = longest
-        if time.monotonic() - last_report >= 1:
-            last_report = time.monotonic()
-            run.report(
-                f"sequences: part {len(built_by_index)} of {len(parts)} built, "
-                f"{pluralize(count['users'], 'user')}"
-            )
-    ordered = [built_by_index[index] for index in sorted(built_by_index)]
-    built = BuiltTable(
-        [part.rows for part in ordered if isinstance(part.rows, Part)],
-        count,
-        [part.training for part in ordered if part.training],
-    )
+    as_of = {name: table for name, table in made.items() if name.startswith(PREFIX)}
+    built = build_parts(run, builder, events, as_of)
+    count = built.count
     report_missing(run, as_of, events.rows, count)
     custom_columns = builder.custom_columns if built.training else []
     info = builder.info_class(
@@ -439,12 +403,7 @@ def make_sequences(
         },
     )
     sequences = run.tables.commit(
-        "sequences",
-        builder.output,
-        built.parts,
-        settings,
-        inputs,
-        info,
+        "sequences", builder.output, built.parts, settings, inputs, info
     )
     seconds = time.perf_counter() - started
     run.report(f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s")
@@ -457,15 +416,41 @@ def make_sequences(
     return sequences
 
 
-def _build_and_write(
-    sequences_uri: str,
+def build_parts(
+    run: Run,
     builder: SequenceBuilder,
-    lookups: Lookups,
-    uri: str,
-    counted: pl.DataFrame | None = None,
-) -> BuiltPart:
-    """Build and write the sequences of an events part, and return their statistics."""
-    built = builder.build(read_events(uri, builder.columns), lookups, counted)
-    assert isinstance(built.rows, pa.Table)
-    written = write_part(sequences_uri, built.rows) if built.rows.num_rows else None
-    return BuiltPart(written, built.count, built.training)
+    events: Table[EventsInfo],
+    as_of: dict[str, Table[AsOfInfo]],
+) -> BuiltTable:
+    """Build and write the parts of `sequences`, and report their progress."""
+    uris = events.part_uris()
+    lookups = run.executor.put(builder.read_lookups(run, as_of))
+    shared = (builder, run.tables.table_uri("sequences"), lookups)
+    build = SequenceBuilder.build
+    results: Iterator[tuple[int, BuiltPart]]
+    if counter := builder.create_counter(run):
+        results = count_in_buckets(
+            run.executor, uris, events.rows, counter, lookups, build, shared
+        )
+    else:
+        results = run.executor.map_unordered(build, [(uri,) for uri in uris], shared)
+    built: dict[int, BuiltPart] = {}
+    count: Counter[str] = Counter()
+    last_report = time.monotonic()
+    for index, part in results:
+        built[index] = part
+        longest = max(count["max_length"], part.count["max_length"])
+        count.update(part.count)
+        count["max_length"] = longest
+        if time.monotonic() - last_report >= 1:
+            last_report = time.monotonic()
+            run.report(
+                f"sequences: part {len(built)} of {len(uris)} built, "
+                f"{pluralize(count['users'], 'user')}"
+            )
+    ordered = [built[index] for index in sorted(built)]
+    return BuiltTable(
+        [part.part for part in ordered if part.part],
+        count,
+        [part.training for part in ordered if part.training],
+    )

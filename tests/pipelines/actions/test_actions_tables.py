@@ -4,11 +4,13 @@ options that are rejected.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from core.options import build
 from core.schemas import LogInfo, Split
@@ -58,7 +60,7 @@ def make_config(**counts: Any) -> ActionsConfig:
     return config.resolve(LogInfo(LABELS, [], [], clock=True), ["author"])
 
 
-def compute_features(disliked_hour: int) -> np.ndarray:
+def compute_features(folder: Path, disliked_hour: int) -> np.ndarray:
     """Return the features (17, F) of a user with an event per hour, all liked but one."""
     config = make_config(keys=["user"], delay_minutes=0, windows_days=[1])
     settings = read_config({"kind": "actions"})
@@ -76,18 +78,20 @@ def compute_features(disliked_hour: int) -> np.ndarray:
     ]
     events = pa.Table.from_pylist(rows, schema=SCHEMA).select(builder.columns)
     items = pl.DataFrame({"item_id": CATALOGUE}).with_row_index("item_index")
-    table = builder.build(pl.DataFrame(events), Lookups(items)).rows
-    assert isinstance(table, pa.Table)
-    return np.array(table.to_pylist()[0]["features"])
+    pq.write_table(events, folder / "events.parquet")
+    uri = f"{folder}/events.parquet"
+    part = builder.build(str(folder), Lookups(items), uri).part
+    assert part
+    return np.array(pq.read_table(folder / part.path)["features"].to_pylist()[0])
 
 
-def test_counts_of_candidates_include_no_event_of_their_split():
+def test_counts_of_candidates_include_no_event_of_their_split(tmp_path: Path):
     """Counts of candidates are taken at the start of the split: else one like of a user
     would lower the predictions of the user's other candidates.
     """
-    train_changed = compute_features(disliked_hour=0)
-    val_changed = compute_features(disliked_hour=8)
-    test_changed = compute_features(disliked_hour=12)
+    train_changed = compute_features(tmp_path, disliked_hour=0)
+    val_changed = compute_features(tmp_path, disliked_hour=8)
+    test_changed = compute_features(tmp_path, disliked_hour=12)
 
     assert np.array_equal(val_changed[8:12], np.tile(val_changed[8], (4, 1)))
     assert np.array_equal(test_changed[12:], np.tile(test_changed[12], (5, 1)))

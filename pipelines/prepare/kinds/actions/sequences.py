@@ -31,7 +31,7 @@ from core.splits import SPLITS
 from core.tables import Table
 from pipelines.prepare.events.parts import read_events
 from pipelines.prepare.kinds.actions.features import IDS, ActionsCounter, count_time
-from pipelines.prepare.kinds.simulation import SimulatedLog, draw_feed
+from pipelines.prepare.kinds.simulation import draw_feed
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import (
@@ -52,7 +52,6 @@ from pipelines.prepare.sequences.splits import (
 )
 from pipelines.prepare.settings.actions import ITEM, ActionsConfig
 from pipelines.prepare.settings.config import PrepareConfig
-from pipelines.prepare.settings.simulation import Settings
 
 MIN_DEVIATION = 1e-6
 """Features with a smaller standard deviation count as constant, as it is rounding."""
@@ -89,6 +88,7 @@ class ActionsBuilder(SequenceBuilder):
     text_tables = ("items",)
     first_model = "attn_mvp"
     simulated_source = "simulated_feed"
+    draw_log = staticmethod(draw_feed)
 
     actions: ActionsConfig = field(default_factory=ActionsConfig)
     """Tasks, inputs and counts, with all defaults filled in, without constant tasks
@@ -102,11 +102,6 @@ class ActionsBuilder(SequenceBuilder):
     def check_settings(source: Log, config: PrepareConfig) -> None:
         """Raise UserError for settings that do not fit a log of actions."""
         resolve_actions(source, config)
-
-    @staticmethod
-    def draw_log(settings: Settings) -> SimulatedLog:
-        """Draw a feed of dog and cat users."""
-        return draw_feed(settings)
 
     @property
     def columns(self) -> list[str]:
@@ -142,8 +137,9 @@ class ActionsBuilder(SequenceBuilder):
         """Counts of the configuration's keys."""
         return ActionsCounter(self.actions, self.split)
 
-    def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Set `as_of` to the end of the features of an event."""
+    def open_events(self, events: pl.DataFrame, lookups: Lookups) -> pl.DataFrame:
+        """Return the events of a part, whose counts end at `count_time`."""
+        events = super().open_events(events, lookups)
         return events.with_columns(as_of=count_time(self.split))
 
     def add_features(

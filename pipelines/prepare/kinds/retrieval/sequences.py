@@ -11,11 +11,10 @@ import pyarrow as pa
 
 from core.schemas import RetrievalInfo, sequences_schema
 from core.splits import SPLITS
-from pipelines.prepare.kinds.simulation import SimulatedLog, draw_interactions
+from pipelines.prepare.kinds.simulation import draw_interactions
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import BuiltTable, SequenceBuilder
 from pipelines.prepare.sequences.splits import require_training
-from pipelines.prepare.settings.simulation import Settings
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,7 @@ class RetrievalBuilder(SequenceBuilder):
     statistics = ("requests_without_history",)
     first_model = "tiger"
     simulated_source = "simulated"
-
-    @staticmethod
-    def draw_log(settings: Settings) -> SimulatedLog:
-        """Draw a log in which items follow from the user's last item and clusters."""
-        return draw_interactions(settings)
+    draw_log = staticmethod(draw_interactions)
 
     @property
     def columns(self) -> list[str]:

@@ -43,7 +43,7 @@ from pipelines.prepare.kinds.search.features import (
     feature_names,
     never_counted,
 )
-from pipelines.prepare.kinds.simulation import SimulatedLog, draw_searches
+from pipelines.prepare.kinds.simulation import draw_searches
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.builder import (
@@ -59,7 +59,6 @@ from pipelines.prepare.sequences.custom_features import (
 )
 from pipelines.prepare.sequences.splits import count_splits, require_training
 from pipelines.prepare.settings.config import PrepareConfig
-from pipelines.prepare.settings.simulation import Settings
 
 QUERIES_PER_PART = 1_000_000
 
@@ -99,6 +98,7 @@ class SearchBuilder(SequenceBuilder):
     text_tables = ("items", "queries", "pairs", "tokens")
     first_model = "qgs"
     simulated_source = "simulated_search"
+    draw_log = staticmethod(draw_searches)
 
     @staticmethod
     def check_settings(source: Log, config: PrepareConfig) -> None:
@@ -115,11 +115,6 @@ class SearchBuilder(SequenceBuilder):
         check_known(unknown, custom_names, "search.unknown_when_ranking")
         grouped = chain.from_iterable(config.search.groups.values())
         check_known(grouped, [*names, *custom_names], "search.groups")
-
-    @staticmethod
-    def draw_log(settings: Settings) -> SimulatedLog:
-        """Draw searches with clicks, purchases and dwell time."""
-        return draw_searches(settings)
 
     @property
     def labels(self) -> list[str]:
@@ -164,19 +159,20 @@ class SearchBuilder(SequenceBuilder):
             self.joined_schema, self.labels, len(self.features), has_sessions
         )
 
-    def add_times(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Find the search of each event, whose time is that of its earliest event.
+    def open_events(self, events: pl.DataFrame, lookups: Lookups) -> pl.DataFrame:
+        """Return the events of a part, with the search of each event.
 
-        A search is identified by user, request id and query. If a request id has
-        several queries, each is a search, and all take the time of the earliest event
-        (`earliest` is its row, `as_of` its time, `spread` an event's distance to it).
-        So no click for one query is in another query's history. Events without a
-        request id are a search if they have the same user, time and query. `first` is
-        the row of the earliest event of a search.
+        A search is identified by user, request id and query, and has the time of its
+        earliest event. If a request id has several queries, each is a search, and all
+        take the time of the earliest event (`earliest` is its row, `as_of` its time,
+        `spread` an event's distance to it). So no click for one query is in another
+        query's history. Events without a request id are a search if they have the same
+        user, time and query. `first` is the row of the earliest event of a search.
 
         Raises:
             UserError: if the events of a request id are far apart, by clock times.
         """
+        events = super().open_events(events, lookups)
         row, at = pl.col("row"), pl.col("timestamp_ms")
         has_id = pl.col("request_id") != ""
         request = ["user", "request_id", pl.when(has_id).then(0).otherwise(at)]
@@ -382,7 +378,6 @@ class SearchCounter(KeyCounter):
         names = [*IDS, "timestamp_ms", click, known]
         names = [name for name in names if name in builder.source.schema.names]
         events = builder.open_events(read_events(uri, names), lookups)
-        events = builder.add_times(events)
         columns = events.select(
             pl.col("item_index").alias("item"),
             pl.col("query_index").alias("query"),
