@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from core.settings import InputSettings, TaskSettings
-from pipelines.prepare.audit.base import Rule, Tables, window_sums
+from pipelines.prepare.audit.base import Rule, Tables, window_features
 from pipelines.prepare.audit.sequences import (
     behaviour_rows,
     check_as_of,
@@ -26,6 +26,7 @@ from pipelines.prepare.audit.sequences import (
     count_per_split,
     expected_behaviours,
     join_as_of,
+    name_split,
 )
 
 VECTORS = ["tasks", "actions", "features"]
@@ -46,9 +47,8 @@ def check_actions_tables(
     check_behaviours(users.drop(VECTORS), rows, expected, rules["behaviours"])
     # `train_end` and `val_end` count a user's events before the two cuts
     time, split = pl.col("timestamp_ms"), info.split
-    before = rows.group_by("row").agg(
-        train=(time < split.val_start_ms).sum(), val=(time < split.test_start_ms).sum()
-    )
+    is_train, is_val = time < split.val_start_ms, time < split.test_start_ms
+    before = rows.group_by("row").agg(train=is_train.sum(), val=is_val.sum())
     ends = users.select("row", "user_id", "train_end", "val_end")
     rules["splits"].rows += users.height
     is_wrong = pl.any_horizontal(
@@ -74,13 +74,7 @@ def check_actions_tables(
         noun = name.removesuffix("s")
         check_values(rows, values[name], names[name], expected_columns, noun, rule)
     check_as_of(tables, rules["features"])
-    # the split of each event, by its index within its user's
-    ends = ends.drop("user_id")
-    rows = rows.join(ends, on="row", how="left", maintain_order="left")
-    is_train = pl.col("index") < pl.col("train_end")
-    is_val = pl.col("index") < pl.col("val_end")
-    part = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
-    rows = rows.with_columns(split=part.otherwise(pl.lit("test")))
+    rows = rows.with_columns(split=name_split(is_train, is_val))
     counts: dict[str, int | dict[str, int]] = {
         "requests": count_per_split(rows),
         "users_with_candidates": count_per_split(rows.unique(["row", "split"])),
@@ -193,32 +187,25 @@ def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarra
     """
     definitions = tables.info.definitions
     tasks, settings = definitions.tasks, definitions.counts
-    labels = settings.counted_labels or []
-    prior, strength = settings.prior, settings.strength
     key_columns = {
         key: {"user": "user_id", "item": "item_id"}.get(key, f"cat_{key}")
         for key in settings.keys
     }
     attributes = [name for name in key_columns.values() if name.startswith("cat_")]
     items = tables.items.select("item_index", "item_id", *attributes)
-    counted = {
-        f"task_{name}": task_values(tasks[name]).cast(pl.Int64) for name in labels
-    }
+    labels = settings.counted_labels or []
+    counted = {name: task_values(tasks[name]).cast(pl.Int64) for name in labels}
     keys = ["user_id", "item_id", "timestamp_ms"]
-    log = tables.events.select(*keys, shown=pl.lit(1, pl.Int64), **counted)
+    log = tables.events.select(*keys, exposures=pl.lit(1, pl.Int64), **counted)
     log = log.join(items, on="item_id", how="left")
     points = rows.select("user_id", "item_index", "at")
     points = points.join(items, on="item_index", how="left", maintain_order="left")
+    smoothing = settings.prior, settings.strength
+    rates = {f"{name}_rate": name for name in labels}
     features = {}
     for key, column in key_columns.items():
-        key_log = log.select(column, "timestamp_ms", "shown", *counted)
-        windows, delay = settings.windows_days, settings.delay_minutes
-        for window, sums in window_sums(points, key_log, [column], windows, delay):
-            exposures = sums["shown"].to_numpy()
-            features[f"{key}_exposures_{window}"] = np.log1p(exposures)
-            for label in labels:
-                count = sums[f"task_{label}"].to_numpy()
-                rate = (count + prior * strength) / (exposures + strength)
-                features[f"{key}_{label}_{window}"] = np.log1p(count)
-                features[f"{key}_{label}_rate_{window}"] = rate
+        key_log = log.select(column, "timestamp_ms", "exposures", *labels)
+        features |= window_features(
+            points, key_log, [column], key, settings, smoothing, rates
+        )
     return features

@@ -6,14 +6,15 @@ behaviour or request within its user's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from core.errors import UserError
+from core.settings import ActionCounts, SearchCounts
 from core.tables import Table, read_parquet
 
 MAX_EXAMPLES = 3
@@ -227,29 +228,42 @@ def sums_before(
     return latest_before(points, running, keys, shift, time).fill_null(0)
 
 
-def window_sums(
+def window_features(
     points: pl.DataFrame,
     rows: pl.DataFrame,
     keys: list[str],
-    days: list[float],
-    delay_minutes: float,
-) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Sum the rows in [at - window, at - delay) for each point and window.
+    name: str,
+    settings: SearchCounts | ActionCounts,
+    smoothing: tuple[float, float],
+    rates: dict[str, str],
+) -> dict[str, np.ndarray]:
+    """Compute the counts of the rows in [at - window, at - delay), and their rates.
 
     Args:
         points: Columns `keys`, and the time `at` in ms.
-        rows: Columns `keys`, `timestamp_ms` and the columns to sum.
+        rows: Columns `keys`, `timestamp_ms`, and the columns to count: `exposures` and
+            labels.
         keys: Columns in which a point and its rows are equal.
-        days: Lengths of the windows in days.
-        delay_minutes: Delay of the label in minutes.
+        name: Name of the kind of key, the first word of the features.
+        settings: Lengths of the windows, and the delay of the labels.
+        smoothing: Rate of a key without exposures, and its weight in exposures.
+        rates: Label of each rate, by the rate's name.
 
-    Yields:
-        The name of the window, such as `7d`, and the sums, one row per point in the
-        order of the points.
+    Returns:
+        The features (points,), such as `item_exposures_7d`.
     """
-    delay = round(delay_minutes * MINUTE_MS)
+    delay = round(settings.delay_minutes * MINUTE_MS)
     until = sums_before(points, rows, keys, delay, "timestamp_ms")
-    for length in days:
+    prior, strength = smoothing
+    features = {}
+    for length in settings.windows_days:
         window = round(length * DAY_MS)
-        since = sums_before(points, rows, keys, window, "timestamp_ms")
-        yield f"{length:g}d", until - since
+        sums = until - sums_before(points, rows, keys, window, "timestamp_ms")
+        exposures = sums["exposures"].to_numpy() + strength
+        for label in sums.columns:
+            count = np.log1p(sums[label].to_numpy())
+            features[f"{name}_{label}_{length:g}d"] = count
+        for rate, label in rates.items():
+            smoothed = sums[label].to_numpy() + prior * strength
+            features[f"{name}_{rate}_{length:g}d"] = smoothed / exposures
+    return features

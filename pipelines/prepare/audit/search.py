@@ -15,7 +15,7 @@ from pipelines.prepare.audit.base import (
     Rule,
     Tables,
     latest_before,
-    window_sums,
+    window_features,
 )
 from pipelines.prepare.audit.sequences import (
     INDEX,
@@ -44,19 +44,7 @@ def check_search_tables(
 ) -> pl.DataFrame:
     """Check `queries`, and the behaviours, requests and features of `sequences`."""
     queries = read_queries(tables)
-    # the queries of events, sorted, with dense indices
-    rules["queries"].rows = queries.height
-    distinct = tables.events.select("query").drop_nulls().unique().sort("query")
-    indexed = queries.with_row_index("at").join(
-        distinct.with_row_index("expected"), on="query", how="full", coalesce=True
-    )
-    is_wrong = pl.any_horizontal(
-        pl.col(name).ne_missing(pl.col("expected")) for name in ("query_index", "at")
-    )
-    rules["queries"].add_rows(
-        indexed.filter(is_wrong).sort("query"),
-        "query '{query}': index {query_index} in row {at}, events give {expected}",
-    )
+    check_queries(tables, queries, rules["queries"])
     rows = unfold(tables, rules)
     log = read_log(tables, queries)
     users_log = tables.with_user_rows(log)
@@ -66,29 +54,15 @@ def check_search_tables(
     )
     check_requests(tables, users_log, rows.requests, rules)
     check_history(tables, rows.behaviours, rows.requests, rules["history"])
-    # requests whose lists differ in length are reported by `check_requests`
-    names = list(tables.info.custom.names)
-    length = pl.col("candidates").list.len()
-    has_length = [pl.col(name).list.len() == length for name in names]
-    is_counted = pl.all_horizontal(*has_length, length > 0).fill_null(False)
-    train = rows.all_requests.filter(is_counted, split="train")
-    values = train.select(pl.col(names).explode())
-    check_custom_scales(tables.info.custom, values, rules["features"])
+    check_training_values(tables, rows.all_requests, rules["features"])
     check_as_of(tables, rules["features"])
     request_times = expected.select("row", "index", "asked")
     behaviours = rows.behaviours.join(
         request_times, on=["row", "index"], how="left", maintain_order="left"
     )
     if tables.info.sessions:
-        is_session, features = (
-            pl.col("session_type").is_not_null(),
-            pl.col("features").arr,
-        )
-        has_features = (features.min() != 0) | (features.max() != 0)
-        rules["windows"].add_rows(
-            behaviours.filter(is_session & has_features),
-            "user {user_id}, behaviour {index}: has features, but is of a session",
-        )
+        is_session = pl.col("session_type").is_not_null()
+        check_session_features(behaviours.filter(is_session), rules["windows"])
         behaviours = behaviours.filter(~is_session)
     check_features(tables, log, rows.all_requests, behaviours, rules["windows"])
     clicked = pl.col(f"label_{tables.info.labels[0]}").list
@@ -101,13 +75,60 @@ def check_search_tables(
         "requests_one_class": count_per_split(one_class),
     }
     if tables.info.sessions:
-        known_users = tables.sessions.join(tables.events, on="user_id", how="semi")
-        inside = known_users.join(tables.catalogue, on="item_id", how="semi").height
-        counts["session_rows"] = inside
-        counts["sessions_unknown_items"] = known_users.height - inside
-        counts["sessions_unknown_users"] = tables.sessions.height - known_users.height
+        counts |= count_session_rows(tables)
     check_counts(tables, counts, rules["counts"])
     return expected_candidates(tables, log).select("user_id").unique()
+
+
+def check_queries(tables: Tables, queries: pl.DataFrame, rule: Rule) -> None:
+    """Check that `queries` has those of events, sorted, with dense indices."""
+    rule.rows = queries.height
+    distinct = tables.events.select("query").drop_nulls().unique().sort("query")
+    indexed = queries.with_row_index("at").join(
+        distinct.with_row_index("expected"), on="query", how="full", coalesce=True
+    )
+    is_wrong = pl.any_horizontal(
+        pl.col(name).ne_missing(pl.col("expected")) for name in ("query_index", "at")
+    )
+    rule.add_rows(
+        indexed.filter(is_wrong).sort("query"),
+        "query '{query}': index {query_index} in row {at}, events give {expected}",
+    )
+
+
+def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
+    """Check the statistics of custom features against training candidates.
+
+    `check_requests` reports requests whose lists differ in length.
+    """
+    names = list(tables.info.custom.names)
+    length = pl.col("candidates").list.len()
+    has_length = [pl.col(name).list.len() == length for name in names]
+    is_counted = pl.all_horizontal(*has_length, length > 0).fill_null(False)
+    train = requests.filter(is_counted, split="train")
+    values = train.select(pl.col(names).explode())
+    check_custom_scales(tables.info.custom, values, rule)
+
+
+def check_session_features(behaviours: pl.DataFrame, rule: Rule) -> None:
+    """Check that the features of behaviours of sessions are 0."""
+    features = pl.col("features").arr
+    has_features = (features.min() != 0) | (features.max() != 0)
+    rule.add_rows(
+        behaviours.filter(has_features),
+        "user {user_id}, behaviour {index}: has features, but is of a session",
+    )
+
+
+def count_session_rows(tables: Tables) -> dict[str, int]:
+    """Return the counts of rows of sessions, by their name in the manifest."""
+    known_users = tables.sessions.join(tables.events, on="user_id", how="semi")
+    inside = known_users.join(tables.catalogue, on="item_id", how="semi").height
+    return {
+        "session_rows": inside,
+        "sessions_unknown_items": known_users.height - inside,
+        "sessions_unknown_users": tables.sessions.height - known_users.height,
+    }
 
 
 def read_queries(tables: Tables) -> pl.DataFrame:
@@ -284,7 +305,7 @@ def expected_features(
     if not info.windows:
         return features
     # counts and click rates of items, queries and pairs
-    prior, strength = settings.ctr_prior, settings.ctr_strength
+    smoothing = settings.ctr_prior, settings.ctr_strength
     one, zero = pl.lit(1, pl.Int64), pl.lit(0, pl.Int64)
     columns = ["item_id", "query", "timestamp_ms"]
     is_first = pl.struct(*REQUEST_KEYS, "query").is_first_distinct().cast(pl.Int64)
@@ -293,18 +314,17 @@ def expected_features(
     clicked = log.filter(is_clicked).with_columns(timestamp_ms=tables.known_time_column)
     clicked = clicked.select(*columns, exposures=zero, clicks=one, searches=zero)
     counted = pl.concat([shown, clicked])
-    windows, delay = settings.windows_days, settings.delay_minutes
+    rates = {"ctr": "clicks"}
     for kind, keys in KEYS.items():
         rows = counted.select(*keys, "timestamp_ms", "exposures", "clicks", "searches")
-        for window, sums in window_sums(points, rows, keys, windows, delay):
-            for name in sums.columns:
-                features[f"{kind}_{name}_{window}"] = np.log1p(sums[name].to_numpy())
-            rate = (sums["clicks"] + prior * strength) / (sums["exposures"] + strength)
-            features[f"{kind}_ctr_{window}"] = rate.to_numpy()
+        features |= window_features(
+            points, rows, keys, kind, settings, smoothing, rates
+        )
     # whether, and how long before, the pair of each point was last shown
     pairs = log.select(*KEYS["pair"], time="timestamp_ms", last="timestamp_ms")
-    pairs, delay_ms = pairs.drop_nulls(), round(delay * MINUTE_MS)
-    last = latest_before(points, pairs, KEYS["pair"], delay_ms, "time")["last"]
+    delay = round(settings.delay_minutes * MINUTE_MS)
+    latest = latest_before(points, pairs.drop_nulls(), KEYS["pair"], delay, "time")
+    last = latest["last"]
     hours = ((points["at"] - last) / HOUR_MS).fill_null(0)
     features["pair_seen"] = last.is_not_null().to_numpy()
     features["pair_gap"] = np.log1p(hours.to_numpy())

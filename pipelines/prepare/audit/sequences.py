@@ -250,16 +250,19 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
     else:
         is_train = pl.col("timestamp_ms") < split.val_start_ms
         is_val = pl.col("timestamp_ms") < split.test_start_ms
-    expected = pl.when(is_train).then(pl.lit("train")).when(is_val)
-    requests = requests.with_columns(
-        expected=expected.then(pl.lit("val")).otherwise(pl.lit("test"))
-    )
+    requests = requests.with_columns(expected=name_split(is_train, is_val))
     violating = requests.filter(pl.col("split").ne_missing(pl.col("expected")))
     rule.add_rows(
         violating.sort("row", "index"),
         REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}",
     )
     return count_per_split(requests)
+
+
+def name_split(is_train: pl.Expr, is_val: pl.Expr) -> pl.Expr:
+    """Return the name of the first split that is true, else test."""
+    train, val, test = map(pl.lit, SPLITS)
+    return pl.when(is_train).then(train).when(is_val).then(val).otherwise(test)
 
 
 def rank_in_time(tables: Tables, requests: pl.DataFrame) -> pl.Series:
