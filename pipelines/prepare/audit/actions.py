@@ -47,8 +47,9 @@ def check_actions_tables(
     check_behaviours(users.drop(VECTORS), rows, expected, rules["behaviours"])
     # `train_end` and `val_end` count a user's events before the two cuts
     time, split = pl.col("timestamp_ms"), info.split
-    is_train, is_val = time < split.val_start_ms, time < split.test_start_ms
-    before = rows.group_by("row").agg(train=is_train.sum(), val=is_val.sum())
+    before = rows.group_by("row").agg(
+        train=(time < split.val_start_ms).sum(), val=(time < split.test_start_ms).sum()
+    )
     ends = users.select("row", "user_id", "train_end", "val_end")
     rules["splits"].rows += users.height
     is_wrong = pl.any_horizontal(
@@ -74,7 +75,11 @@ def check_actions_tables(
         noun = name.removesuffix("s")
         check_values(rows, values[name], names[name], expected_columns, noun, rule)
     check_as_of(tables, rules["features"])
-    rows = rows.with_columns(split=name_split(is_train, is_val))
+    # the split of each event, by its index within its user's
+    rows = rows.join(ends.drop("user_id"), on="row", how="left", maintain_order="left")
+    index = pl.col("index")
+    split_name = name_split(index < pl.col("train_end"), index < pl.col("val_end"))
+    rows = rows.with_columns(split=split_name)
     counts: dict[str, int | dict[str, int]] = {
         "requests": count_per_split(rows),
         "users_with_candidates": count_per_split(rows.unique(["row", "split"])),

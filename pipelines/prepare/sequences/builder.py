@@ -57,7 +57,6 @@ from pipelines.prepare.sequences.counts import (
 )
 from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
-    describe_features,
     feature_columns,
 )
 from pipelines.prepare.sequences.splits import assign_splits, count_splits
@@ -379,7 +378,6 @@ def make_sequences(
     built = build_parts(run, builder, events, as_of)
     count = built.count
     report_missing(run, as_of, events.rows, count)
-    custom_columns = builder.custom_columns if built.training else []
     info = builder.info_class(
         kind=config.kind,
         users=count["users"],
@@ -396,7 +394,6 @@ def make_sequences(
         truncated_events=count["truncated_events"],
         tied_behaviours=count["tied_rows"],
         **builder.describe(run, built),
-        custom=describe_features(built.training, custom_columns),
         as_of={
             name: AsOfFeatures(table.info.key, table.columns[2:])
             for name, table in as_of.items()

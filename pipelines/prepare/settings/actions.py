@@ -18,6 +18,7 @@ Shapes: E events, K tasks, A actions that models read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
@@ -64,6 +65,12 @@ class WindowSettings:
                 f"{section}.windows_days begins with {days[0]}, which is not longer "
                 f"than delay_minutes {self.delay_minutes}"
             )
+
+    def name_features(self, key: str, measures: Iterable[str]) -> list[str]:
+        """Return the names of the measures of a kind of key, window by window."""
+        measures = list(measures)
+        days = [f"{length:g}d" for length in self.windows_days]
+        return [f"{key}_{name}_{window}" for window in days for name in measures]
 
     @property
     def windows_ms(self) -> list[int]:
@@ -266,12 +273,9 @@ class ActionsConfig:
 
     def key_features(self, key: str) -> list[str]:
         """Return the names of the features of one kind of key."""
-        names: list[str] = []
-        for days in self.counts.windows_days:
-            names.append(f"{key}_exposures_{days:g}d")
-            names += [f"{key}_{label}_{days:g}d" for label in self.counted_labels]
-            names += [f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels]
-        return names
+        rates = [f"{label}_rate" for label in self.counted_labels]
+        measures = ["exposures", *self.counted_labels, *rates]
+        return self.counts.name_features(key, measures)
 
     @property
     def features(self) -> list[str]:

@@ -40,34 +40,18 @@ from pipelines.prepare.sequences.builder import (
 )
 from pipelines.prepare.sequences.counts import KeyCounter, Lookups
 from pipelines.prepare.sequences.custom_features import (
-    CATEGORY,
     TrainingValues,
     describe_features,
     plain_name,
 )
 from pipelines.prepare.sequences.splits import (
     assign_splits,
-    count_splits,
-    require_training,
 )
 from pipelines.prepare.settings.actions import ITEM, ActionsConfig
 from pipelines.prepare.settings.config import PrepareConfig
 
 MIN_DEVIATION = 1e-6
 """Features with a smaller standard deviation count as constant, as it is rounding."""
-
-
-@dataclass(frozen=True)
-class LabelStats:
-    """Statistics of the labels of all parts."""
-
-    constant: dict[str, str] = field(default_factory=dict)
-    """Description of the constant value in training, by `task NAME` or `action
-    NAME`."""
-    viewers: dict[str, list[str]] = field(default_factory=dict)
-    """Values in training of each viewer-side category with few values."""
-    hashed: tuple[str, ...] = ()
-    """Columns of categories with too many values to list; models hash their values."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +77,6 @@ class ActionsBuilder(SequenceBuilder):
     actions: ActionsConfig = field(default_factory=ActionsConfig)
     """Tasks, inputs and counts, with all defaults filled in, without constant tasks
     and inputs."""
-    labels: LabelStats = field(default_factory=LabelStats)
-    """Statistics of the labels."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Constant tasks and inputs that are left out."""
 
@@ -120,17 +102,6 @@ class ActionsBuilder(SequenceBuilder):
             len(actions.inputs),
             len(actions.features),
         )
-
-    @property
-    def categories(self) -> list[str]:
-        """Columns of the viewer-side categories."""
-        return [name for name in self.source.schema.names if name.startswith(CATEGORY)]
-
-    @property
-    def custom_columns(self) -> list[str]:
-        """Columns of custom features and of hashed viewer-side categories."""
-        listed = {*self.categories} - {*self.labels.hashed}
-        return [name for name in super().custom_columns if name not in listed]
 
     @property
     def counter(self) -> ActionsCounter:
@@ -208,14 +179,14 @@ class ActionsBuilder(SequenceBuilder):
         They are kept if files may be appended later.
         """
         builder = replace(self, actions=resolve_actions(self.source, self.config))
-        labels = compute_label_stats(run, builder, events)
-        for name, reason in labels.constant.items():
+        constant = find_constants(run, builder, events)
+        for name, reason in constant.items():
             if run.grows:
                 line = f"kept: {name} is {reason}; appended files may have other values"
             else:
                 line = f"dropped: {name} is {reason}, so there is nothing to learn"
             run.report(line)
-        dropped = {} if run.grows else labels.constant
+        dropped = {} if run.grows else constant
         actions = builder.actions
         tasks = {n: t for n, t in actions.tasks.items() if f"task {n}" not in dropped}
         inputs = {
@@ -226,7 +197,7 @@ class ActionsBuilder(SequenceBuilder):
         counted = [name for name in actions.counted_labels if name in tasks]
         counts = replace(actions.counts, counted_labels=counted)
         actions = ActionsConfig(tasks, inputs, counts)
-        return replace(builder, actions=actions, labels=labels, dropped=dropped)
+        return replace(builder, actions=actions, dropped=dropped)
 
     def read_lookups(self, run: Run, as_of: dict[str, Table[AsOfInfo]]) -> Lookups:
         """Return the ids, the joined tables and the attributes of items."""
@@ -247,9 +218,25 @@ class ActionsBuilder(SequenceBuilder):
         return self.counter if self.counter.keys else None
 
     def describe(self, run: Run, built: BuiltTable) -> dict[str, Any]:
-        """Return names, definitions and statistics of tasks, actions and features."""
+        """Return names, definitions and statistics of tasks, actions and features.
+
+        Viewer-side categories with few values are no custom features. Models hash the
+        values of the others.
+        """
         events = built.per_split("requests")
-        require_training(events, "event")
+        if empty := [name for name in SPLITS if not events[name]]:
+            counts = ", ".join(f"{name} {count:,}" for name, count in events.items())
+            raise UserError(
+                f"the cuts at {self.split.val_start_ms} and {self.split.test_start_ms} "
+                f"ms leave no event in {' and '.join(empty)} ({counts})"
+            )
+        custom = describe_features(built.training, self.custom_columns)
+        viewers = {
+            plain_name(category.name): list(category.values)
+            for category in custom.categories
+            if category.name in self.source.schema.names and not category.buckets
+        }
+        others = [c for c in custom.categories if plain_name(c.name) not in viewers]
         # the order of the parts determines the rounding
         sums = {
             name: np.sum([part.sums[name] for part in built.training], axis=0)
@@ -264,7 +251,8 @@ class ActionsBuilder(SequenceBuilder):
             "tasks": list(self.actions.tasks),
             "actions": list(self.actions.inputs),
             "features": self.actions.features,
-            "viewers": self.labels.viewers,
+            "viewers": viewers,
+            "custom": replace(custom, categories=tuple(others)),
             "feature_mean": mean.tolist(),
             "feature_std": np.where(std > MIN_DEVIATION, std, 0.0).tolist(),
             "base_rates": dict(zip(self.actions.tasks, rates, strict=True)),
@@ -284,62 +272,47 @@ Ranges = dict[str, tuple[float, float]]
 """Minimum and maximum in training of each `task NAME` and `action NAME`."""
 
 
-def _part_label_stats(
+def _training_ranges(
     builder: ActionsBuilder, lookups: Lookups, uri: str
-) -> tuple[Counter[str], Ranges, TrainingValues]:
-    """Return the events per split, and statistics of training events of one part."""
+) -> tuple[int, Ranges]:
+    """Return the number and the ranges of the training events of one part."""
     events = builder.open_events(read_events(uri, builder.columns), lookups)
     events = assign_splits(builder.select_behaviours(events, Counter()), builder.split)
-    num_events: Counter[str] = Counter()
-    count_splits(num_events, "events", events)
     train = events.filter(split="train")
+    if not train.height:
+        return 0, {}
     values = {
         f"action {name}": action.values(train)
         for name, action in builder.actions.inputs.items()
     }
     for name, task in builder.actions.tasks.items():
         values[f"task {name}"] = train.select(task.holds).to_series().to_numpy()
-    ranges: Ranges = {}
-    if train.height:
-        ranges = {n: (float(v.min()), float(v.max())) for n, v in values.items()}
-    categories = TrainingValues.from_frame(train.select(builder.categories))
-    return num_events, ranges, categories
+    ranges = {n: (float(v.min()), float(v.max())) for n, v in values.items()}
+    return train.height, ranges
 
 
-def compute_label_stats(
+def find_constants(
     run: Run, builder: ActionsBuilder, table: Table[EventsInfo]
-) -> LabelStats:
-    """Find constant tasks and inputs, and the values of viewer-side categories."""
+) -> dict[str, str]:
+    """Describe the value of each `task NAME` and `action NAME` constant in training."""
     shared = (builder, run.executor.put(Lookups(run.read_items())))
     calls = [(uri,) for uri in table.part_uris()]
-    results = run.executor.map_unordered(_part_label_stats, calls, shared)
+    results = run.executor.map_unordered(_training_ranges, calls, shared)
     parts = [part for _, part in results]
-    total: Counter[str] = sum((events for events, *_ in parts), Counter())
-    num_events = {name: total[f"events_{name}"] for name in SPLITS}
-    empty = [name for name in SPLITS if not num_events[name]]
-    if empty:
-        counts = ", ".join(f"{name} {count:,}" for name, count in num_events.items())
-        raise UserError(
-            f"the cuts at {builder.split.val_start_ms} and "
-            f"{builder.split.test_start_ms} ms leave no event in "
-            f"{' and '.join(empty)} ({counts})"
-        )
+    ranges = [part for count, part in parts if count]
+    rows = f"all {sum(count for count, _ in parts):,} training events"
     constant: dict[str, str] = {}
-    actions, rows = builder.actions, f"all {num_events['train']:,} training events"
+    actions = builder.actions
     for kind, names in (("task", actions.tasks), ("action", actions.inputs)):
         for key in (f"{kind} {name}" for name in names):
-            lows, highs = zip(*(part[key] for _, part, _ in parts if part), strict=True)
-            if min(lows) == max(highs):
-                constant[key] = f"{min(lows):g} for {rows}"
+            bounds = {bound for part in ranges for bound in part[key]}
+            if len(bounds) == 1:
+                constant[key] = f"{bounds.pop():g} for {rows}"
         if all(f"{kind} {name}" in constant for name in names):
             raise UserError(
                 f"every {kind} is constant in training ({', '.join(constant)})"
             )
-    categories = [part for _, _, part in parts]
-    described = describe_features(categories, builder.categories).categories
-    viewers = {plain_name(c.name): list(c.values) for c in described if not c.buckets}
-    hashed = tuple(c.name for c in described if c.buckets)
-    return LabelStats(constant, viewers, hashed)
+    return constant
 
 
 def resolve_actions(source: Log, config: PrepareConfig) -> ActionsConfig:

@@ -57,15 +57,10 @@ CONTEXT_GROUP = "context"
 
 def counted_names(config: SearchConfig) -> dict[str, list[str]]:
     """Return the names of the counted features by kind of key."""
-    names = {}
-    for key, labels in COUNTED.items():
-        measures = (*labels, "ctr")
-        names[key] = [
-            f"{key}_{measure}_{days:g}d"
-            for days in config.windows_days
-            for measure in measures
-        ]
-    return names
+    return {
+        key: config.name_features(key, [*labels, "ctr"])
+        for key, labels in COUNTED.items()
+    }
 
 
 def feature_names(config: SearchConfig, has_clock_times: bool) -> list[str]:

@@ -54,6 +54,7 @@ from pipelines.prepare.sequences.counts import Columns, KeyCounter, Lookups
 from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
     default_groups,
+    describe_features,
     item_columns,
     plain_name,
 )
@@ -337,6 +338,7 @@ class SearchBuilder(SequenceBuilder):
             "requests_one_class": built.per_split("one_class"),
             "requests_without_history": built.per_split("without_history"),
             "item_features": self.item_columns.names,
+            "custom": describe_features(built.training, self.custom_columns),
             **{name: count[name] for name in COUNTS},
             "sessions": [*source.sessions],
             "session_rows": count["sessions_inside"],
