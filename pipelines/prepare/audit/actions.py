@@ -135,15 +135,13 @@ def check_statistics(
     features = values["features"][is_train]
     rule.rows += len(rates) + 2 * len(info.features)
     for name, rate in zip(info.tasks, rates, strict=True):
-        recorded = info.base_rates[name]
-        check_number(f"base rate of {name}", recorded, rate, 1.0, rule)
+        check_number(f"base rate of {name}", info.base_rates[name], rate, 1.0, rule)
     for column, name in enumerate(info.features):
         mean, std = features[:, column].mean(), features[:, column].std()
         std = std if std > 1e-6 else 0.0
-        recorded = info.feature_mean[column]
-        check_number(f"feature_mean of {name}", recorded, mean, 1.0, rule)
-        recorded = info.feature_std[column]
-        check_number(f"feature_std of {name}", recorded, std, 1.0, rule)
+        for key, expected in (("feature_mean", mean), ("feature_std", std)):
+            recorded = getattr(info, key)[column]
+            check_number(f"{key} of {name}", recorded, expected, 1.0, rule)
     for name, listed in info.viewers.items():
         check_category(f"cat_{name}", listed, train, rule)
 

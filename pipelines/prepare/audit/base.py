@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from core.errors import UserError
 from core.settings import ActionCounts, SearchCounts
-from core.tables import Table, read_parquet
+from core.tables import Table
 
 MAX_EXAMPLES = 3
 """Maximum number of violations that are described per rule."""
@@ -80,20 +79,15 @@ class Tables:
     """The tables, by name."""
 
     def read(self, table: str) -> pl.DataFrame:
-        """Read all rows of a table, with the index of their `part`."""
-        frames = []
-        for part_index, uri in enumerate(self.opened[table].part_uris()):
-            rows = read_parquet(uri)
-            frame = pl.DataFrame(pl.from_arrow(rows))
-            frames.append(frame.with_columns(part=pl.lit(part_index, pl.Int32)))
-        if not frames:
-            raise UserError(f"{self.opened[table].uri} has no files")
-        return pl.concat(frames)
+        """Read all rows of a table."""
+        return pl.DataFrame(self.opened[table].read())
 
     @cached_property
     def events(self) -> pl.DataFrame:
-        """Rows of `events`, with their `part`."""
-        return self.read("events")
+        """Rows of `events`, with the index of their `part`."""
+        rows = [part.rows for part in self.opened["events"].files]
+        part = np.repeat(np.arange(len(rows)), rows)
+        return self.read("events").with_columns(part=part)
 
     @cached_property
     def items(self) -> pl.DataFrame:
@@ -108,7 +102,7 @@ class Tables:
     @cached_property
     def sequences(self) -> pl.DataFrame:
         """Rows of `sequences`, with their index as `row`."""
-        return self.read("sequences").drop("part").with_row_index("row")
+        return self.read("sequences").with_row_index("row")
 
     @cached_property
     def users_events(self) -> pl.DataFrame:
@@ -124,9 +118,7 @@ class Tables:
     def sessions(self) -> pl.DataFrame:
         """Behaviours of sessions: the rows of all `session_NAME`, in their order."""
         frames = [
-            self.read(f"session_{name}")
-            .drop("part")
-            .with_columns(session_type=pl.lit(name))
+            self.read(f"session_{name}").with_columns(session_type=pl.lit(name))
             for name in self.info.sessions
         ]
         return pl.concat(frames).with_row_index("session")

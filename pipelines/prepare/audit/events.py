@@ -15,7 +15,6 @@ from pipelines.prepare.reading.read import parse_sql
 def check_files(tables: Tables, rule: Rule) -> None:
     """Check that every listed file is complete and has the listed rows and columns."""
     for name, table in tables.opened.items():
-        columns = table.columns
         for part in table.files:
             rule.rows += 1
             try:
@@ -28,7 +27,7 @@ def check_files(tables: Tables, rule: Rule) -> None:
                     f"{name}/{part.path}: {rows.num_rows} rows, the manifest says "
                     f"{part.rows}"
                 )
-            for column in columns:
+            for column in table.columns:
                 if column not in rows.column_names:
                     rule.add_violation(f"{name}/{part.path}: no column {column}")
 

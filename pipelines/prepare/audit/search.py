@@ -101,7 +101,7 @@ def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) ->
 
     `check_requests` reports requests whose lists differ in length.
     """
-    names = list(tables.info.custom.names)
+    names = tables.info.custom.names
     length = pl.col("candidates").list.len()
     has_length = [pl.col(name).list.len() == length for name in names]
     is_counted = pl.all_horizontal(*has_length, length > 0).fill_null(False)
@@ -135,7 +135,7 @@ def read_queries(tables: Tables) -> pl.DataFrame:
     """Return `query_index` and `query` of all queries."""
     if not tables.opened["queries"].files:
         return pl.DataFrame(schema={"query_index": pl.Int32, "query": pl.String})
-    return tables.read("queries").drop("part")
+    return tables.read("queries")
 
 
 def read_log(tables: Tables, queries: pl.DataFrame) -> pl.DataFrame:

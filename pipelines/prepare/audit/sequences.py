@@ -435,9 +435,9 @@ def check_custom_scales(
         if std <= 1e-9 * max(1.0, abs(mean)):
             std = 0.0
         has_missing = len(values) < train.height
-        check_number(f"mean of {name}", number.mean, mean, std, rule)
-        check_number(f"std of {name}", number.std, std, std, rule)
-        check_number(f"missing of {name}", number.missing, has_missing, std, rule)
+        statistics = {"mean": mean, "std": std, "missing": has_missing}
+        for key, expected in statistics.items():
+            check_number(f"{key} of {name}", getattr(number, key), expected, std, rule)
     for category in custom.categories:
         if not category.buckets:
             check_category(category.name, list(category.values), train, rule)

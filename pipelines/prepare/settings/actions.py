@@ -262,15 +262,6 @@ class ActionsConfig:
         """Tasks that are counted besides exposures."""
         return self.counts.counted_labels or []
 
-    @property
-    def labels(self) -> list[str]:
-        """Names of the labels that tasks and inputs are computed from, each once."""
-        labels: list[str] = []
-        for task in self.tasks.values():
-            labels += task.labels
-        labels += [value.label for value in self.inputs.values()]
-        return list(dict.fromkeys(labels))
-
     def key_features(self, key: str) -> list[str]:
         """Return the names of the features of one kind of key."""
         rates = [f"{label}_rate" for label in self.counted_labels]

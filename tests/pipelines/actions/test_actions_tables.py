@@ -39,30 +39,16 @@ VAL_START, TEST_START = 8 * HOUR, 12 * HOUR
 SPLIT = Split("temporal", VAL_START, TEST_START)
 
 
-def make_config(**counts: Any) -> ActionsConfig:
-    """Make a config with tasks and inputs of every form."""
-    content = dict[str, Any](
-        tasks={
-            "long": {"label": "dwell", "above": 3},
-            "middling": {"label": "dwell", "at_least": 3.3},
-            "some": {"any": ["click", "like"]},
-        },
-        inputs={"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
-        counts={
-            "windows_days": [0.25, 1],
-            "delay_minutes": 90,
-            "prior": 0.2,
-            "strength": 4,
-            **counts,
-        },
-    )
-    config: ActionsConfig = build(ActionsConfig, content)
-    return config.resolve(LogInfo(LABELS, [], [], clock=True), ["author"])
-
-
 def compute_features(folder: Path, disliked_hour: int) -> np.ndarray:
     """Return the features (17, F) of a user with an event per hour, all liked but one."""
-    config = make_config(keys=["user"], delay_minutes=0, windows_days=[1])
+    content = {
+        "tasks": {"long": {"label": "dwell", "above": 3}, "some": {"any": ["like"]}},
+        "inputs": {"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
+        "counts": {"keys": ["user"], "windows_days": [1], "delay_minutes": 0},
+    }
+    config = build(ActionsConfig, content).resolve(
+        LogInfo(LABELS, [], [], clock=True), []
+    )
     settings = read_config({"kind": "actions"})
     builder = ActionsBuilder(SOURCE, settings, SPLIT, config)
     rows = [
@@ -80,8 +66,7 @@ def compute_features(folder: Path, disliked_hour: int) -> np.ndarray:
     items = pl.DataFrame({"item_id": CATALOGUE}).with_row_index("item_index")
     pq.write_table(events, folder / "events.parquet")
     uri = f"{folder}/events.parquet"
-    part = builder.build(str(folder), Lookups(items), uri).part
-    assert part
+    part: Any = builder.build(str(folder), Lookups(items), uri).part
     return np.array(pq.read_table(folder / part.path)["features"].to_pylist()[0])
 
 

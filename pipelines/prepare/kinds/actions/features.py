@@ -80,7 +80,8 @@ class ActionsCounter(KeyCounter):
         self, uri: str, lookups: Lookups
     ) -> tuple[list[np.ndarray], pl.DataFrame]:
         """Read the items or attributes, times and labels of a part's events."""
-        labels = [f"label_{name}" for name in self.config.labels]
+        tasks = [self.config.tasks[name] for name in self.config.counted_labels]
+        labels = {f"label_{label}" for task in tasks for label in task.labels}
         events = read_events(uri, [*IDS, "timestamp_ms", *labels])
         events = events.join(
             lookups.items, on="item_id", how="left", maintain_order="left"
