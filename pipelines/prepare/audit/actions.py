@@ -128,8 +128,7 @@ def check_statistics(
     info = tables.info
     rule = rules["counts"]
     train = rows.filter(split="train")
-    custom = train.select(info.custom.names)
-    check_custom_scales(info.custom, custom, rules["features"])
+    check_custom_scales(info.custom, train.select(info.custom.names), rules["features"])
     is_train = (rows["split"] == "train").to_numpy()
     rates = values["tasks"][is_train].mean(0)
     features = values["features"][is_train]
@@ -205,7 +204,7 @@ def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarra
     points = points.join(items, on="item_index", how="left", maintain_order="left")
     smoothing = settings.prior, settings.strength
     rates = {f"{name}_rate": name for name in labels}
-    features = {}
+    features: dict[str, np.ndarray] = {}
     for key, column in key_columns.items():
         key_log = log.select(column, "timestamp_ms", "exposures", *labels)
         features |= window_features(

@@ -208,7 +208,7 @@ def check_texts(tables: Tables, rule: Rule) -> None:
     info, events = tables.opened["items"].info, tables.events
     if info.split.by == "temporal":
         events = events.filter(pl.col("timestamp_ms") < info.split.val_start_ms)
-    for name in [name for name in events.columns if name.startswith("text_")]:
+    for name in events.select("^text_.*$").columns:
         rule.rows += tables.items.height
         latest = (
             events.drop_nulls(name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -125,8 +125,8 @@ class SequenceBuilder(ABC):
     suggested for a first training."""
     simulated_source: ClassVar[str]
     """Name of the mapping file that reads simulated logs."""
-    draw_log: ClassVar[Callable[[Any], Any]]
-    """Draws a simulated log of the kind."""
+    draw_log: ClassVar[Any]
+    """Function that draws a simulated log, given its `Settings`."""
 
     source: Log
     """Mapping from the columns of the raw files to events and items."""
