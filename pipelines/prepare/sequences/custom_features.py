@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -104,50 +105,46 @@ def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
     return {name: groups[name] for name in order}
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean and variance of a number, which can be added up over parts."""
+class Moments(NamedTuple):
+    """Count, mean and variance of a number in a part."""
 
-    count: int = 0
+    count: int
     """Number of values."""
-    missing: int = 0
+    missing: int
     """Number of nulls."""
-    mean: float = 0.0
+    mean: float
     """Mean of the values."""
-    squares: float = 0.0
+    squares: float
     """Sum of the squared distances to the mean."""
 
-    @classmethod
-    def from_values(cls, values: pl.Series) -> Moments:
-        """Compute the moments of a column; nulls only count as missing."""
-        present = values.drop_nulls().cast(pl.Float64)
-        if not len(present):
-            return cls(missing=len(values))
-        mean = float(present.mean())  # type: ignore[arg-type]
-        squares = float(((present - mean) ** 2).sum())
-        return cls(len(present), len(values) - len(present), mean, squares)
 
-    def __add__(self, other: Moments) -> Moments:
-        count, missing = self.count + other.count, self.missing + other.missing
-        if not count:
-            return Moments(missing=missing)
-        difference = other.mean - self.mean
-        share = other.count / count
-        squares = self.squares + other.squares
-        squares += difference**2 * self.count * share
-        return Moments(count, missing, self.mean + difference * share, squares)
+def compute_moments(values: pl.Series) -> Moments:
+    """Compute the moments of a column; nulls only count as missing."""
+    present = values.drop_nulls().cast(pl.Float64)
+    if not len(present):
+        return Moments(0, len(values), 0.0, 0.0)
+    mean = float(present.mean())  # type: ignore[arg-type]
+    squares = float(((present - mean) ** 2).sum())
+    return Moments(len(present), len(values) - len(present), mean, squares)
 
-    def describe(self, name: str) -> Number:
-        """Return the number with the column `name`."""
-        std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        # rounding may give a constant a small deviation
-        is_constant = std <= 1e-9 * max(1.0, abs(self.mean))
-        return Number(
-            name=name,
-            mean=self.mean,
-            std=0.0 if is_constant else std,
-            missing=self.missing > 0,
-        )
+
+def describe_number(name: str, parts: Iterable[Moments]) -> Number:
+    """Return the number with the column `name`, given its moments in all parts."""
+    count, mean, squares, has_missing = 0, 0.0, 0.0, False
+    for part in parts:
+        has_missing |= part.missing > 0
+        if not part.count:
+            continue
+        difference = part.mean - mean
+        share = part.count / (count + part.count)
+        squares += part.squares
+        squares += difference**2 * count * share
+        mean += difference * share
+        count += part.count
+    std = math.sqrt(squares / count) if count else 0.0
+    # rounding may give a constant a small deviation
+    is_constant = std <= 1e-9 * max(1.0, abs(mean))
+    return Number(name, mean, 0.0 if is_constant else std, has_missing)
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class TrainingValues:
         for values in rows:
             name = values.name
             if name.startswith(NUMBER):
-                numbers[name] = Moments.from_values(values)
+                numbers[name] = compute_moments(values)
             else:
                 distinct = values.drop_nulls().cast(pl.String).unique().to_list()
                 categories[name] = _sort_few(distinct)
@@ -182,9 +179,7 @@ def _sort_few(values: Iterable[str]) -> list[str] | None:
     return distinct if len(distinct) <= MAX_VALUES else None
 
 
-def describe_features(
-    parts: Iterable[TrainingValues], names: list[str]
-) -> CustomFeatures:
+def describe_features(parts: list[TrainingValues], names: list[str]) -> CustomFeatures:
     """Merge the statistics of parts.
 
     Args:
@@ -194,23 +189,19 @@ def describe_features(
     Returns:
         The features, in the order of `names`.
     """
-    numbers = {name: Moments() for name in names if name.startswith(NUMBER)}
-    categories: dict[str, list[str] | None] = {
-        name: [] for name in names if name.startswith(CATEGORY)
-    }
-    for part in parts:
-        for name, moments in part.numbers.items():
-            numbers[name] += moments
-        for name, values in part.categories.items():
-            merged = categories[name]
+    numbers, categories = [], []
+    for name in names:
+        if name.startswith(NUMBER):
+            moments = [part.numbers[name] for part in parts]
+            numbers.append(describe_number(name, moments))
+            continue
+        merged: list[str] | None = []
+        for part in parts:
+            values = part.categories[name]
             if merged is None or values is None:
-                categories[name] = None
+                merged = None
             else:
-                categories[name] = _sort_few([*merged, *values])
-    return CustomFeatures(
-        tuple(moments.describe(name) for name, moments in numbers.items()),
-        tuple(
-            Category(name, tuple(values or ()), BUCKETS if values is None else 0)
-            for name, values in categories.items()
-        ),
-    )
+                merged = _sort_few([*merged, *values])
+        buckets = BUCKETS if merged is None else 0
+        categories.append(Category(name, tuple(merged or ()), buckets))
+    return CustomFeatures(tuple(numbers), tuple(categories))

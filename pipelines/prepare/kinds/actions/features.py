@@ -68,13 +68,10 @@ class ActionsCounter(KeyCounter):
     @property
     def never(self) -> dict[str, float]:
         """Features of a key without events: counts of 0, and rates of the prior."""
-        values: dict[str, float] = {}
-        num_labels = 1 + len(self.config.counted_labels)
-        counts = np.zeros((1, len(self.config.counts.windows_ms), num_labels), np.int32)
-        features = self._rate(counts)[0]
-        for key in self.config.counts.keys:
-            values |= dict(zip(self.config.key_features(key), features, strict=True))
-        return values
+        settings, num_labels = self.config.counts, 1 + len(self.config.counted_labels)
+        shape = len(settings.keys), len(settings.windows_days), num_labels
+        features = self._rate(np.zeros(shape, np.int32)).ravel()
+        return dict(zip(self.config.features, features, strict=True))
 
     def read_keys(
         self, uri: str, lookups: Lookups
@@ -134,11 +131,10 @@ class ActionsCounter(KeyCounter):
         names = self.config.features
         features = self.gather(counted, events.height, names)
         if USER in self.config.counts.keys:
-            begin = names.index(self.config.key_features(USER)[0])
+            columns = [names.index(name) for name in self.config.key_features(USER)]
             user, time, as_of = (
                 events[name].to_numpy() for name in ("user", "timestamp_ms", "as_of")
             )
             labels = counted_labels(events, self.config)
-            values = self.count_key(user, time, labels, as_of)
-            features[:, begin : begin + values.shape[1]] = values
+            features[:, columns] = self.count_key(user, time, labels, as_of)
         return features
