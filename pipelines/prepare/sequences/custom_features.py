@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -105,7 +104,8 @@ def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
     return {name: groups[name] for name in order}
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Count, mean and variance of a number in a part."""
 
     count: int

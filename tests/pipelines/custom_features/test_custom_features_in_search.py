@@ -12,9 +12,7 @@ from core.tables import read_manifest
 from pipelines.prepare.sequences import custom_features
 from pipelines.prepare.sequences.custom_features import (
     TrainingValues,
-    compute_moments,
     describe_features,
-    describe_number,
 )
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column, read_rows
