@@ -123,16 +123,16 @@ def write_file(uri: str, content: bytes | pa.Buffer) -> None:
 
 
 def read_json(uri: str) -> Any:
-    """Return the content of a JSON file, or None if it does not exist.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
+    """Return the content of a JSON file, or None if it does not exist."""
     filesystem, path = open_uri(uri)
     if not filesystem.get_file_info(path).is_file:
         return None
     with filesystem.open_input_stream(path) as stream:
-        return json.loads(stream.read())
+        content = stream.read()
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{uri} is damaged ({error})", "damaged") from error
 
 
 LOCK = ".lock"

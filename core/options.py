@@ -152,11 +152,6 @@ def merge(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def read_configs(uris: Iterable[str]) -> dict[str, Any]:
-    """Merge YAML files; values of later files replace values of earlier ones."""
-    return merge({}, *map(read_yaml, uris))
-
-
 class Option(NamedTuple):
     """An option of a config."""
 
@@ -276,7 +271,10 @@ def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
 
 
 def read_files(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested options over those of the YAML files under a section's `config`."""
+    """Return nested options over those of the YAML files under a section's `config`.
+
+    Values of later files replace values of earlier ones.
+    """
     options = {
         key: read_files(value) if isinstance(value, Mapping) else value
         for key, value in content.items()
@@ -326,7 +324,9 @@ def check_keys(config_class: Any, content: Mapping[str, Any], prefix: str = "") 
                 )
             known = [option.key for option in list_options(config_class, prefix)]
             nearest = did_you_mean(f"{prefix}{key}", known)
-            raise UserError(f"unknown key '{prefix}{key}'; {nearest}")
+            is_named = issubclass(config_class, NamedConfig)
+            owner = f" of {content.get('name')}" if is_named else ""
+            raise UserError(f"unknown key '{prefix}{key}'{owner}; {nearest}")
         types = list_types(hints[key])
         if isinstance(value, bool) and {int, float} & {*types} and bool not in types:
             raise UserError(f"{prefix}{key} is {value}; input should be a number")

@@ -633,6 +633,24 @@ class PredictionsInfo(TableInfo):
     """Number of recommendations with fewer than k items."""
 
 
+BEHAVIOURS = (
+    _required("user_id", pa.string()),
+    _user_list("item_index", pa.int32()),
+    _user_list("timestamp_ms", pa.int64()),
+)
+"""First columns of sequences of all kinds."""
+
+REQUEST = (
+    # number of behaviours known strictly before the request
+    pa.field("history_end", pa.int32()),
+    # train, val or test
+    pa.field("split", pa.string()),
+    # item_index of the target, or of each result
+    pa.field("candidates", _list(pa.int32())),
+)
+"""Fields of requests of retrieval and search."""
+
+
 def sequences_schema(events: pa.Schema) -> pa.Schema:
     """Return the schema of retrieval sequences: one row per user.
 
@@ -649,12 +667,7 @@ def sequences_schema(events: pa.Schema) -> pa.Schema:
         [
             pa.field("timestamp_ms", pa.int64()),
             pa.field("query", pa.string()),
-            # number of behaviours known strictly before the request
-            pa.field("history_end", pa.int32()),
-            # train, val or test
-            pa.field("split", pa.string()),
-            # item_index of the target
-            pa.field("candidates", _list(pa.int32())),
+            *REQUEST,
         ]
     )
     copied = [
@@ -664,9 +677,7 @@ def sequences_schema(events: pa.Schema) -> pa.Schema:
     ]
     return pa.schema(
         [
-            _required("user_id", pa.string()),
-            _user_list("item_index", pa.int32()),
-            _user_list("timestamp_ms", pa.int64()),
+            *BEHAVIOURS,
             *(_user_list(field.name, field.type) for field in copied),
             _user_list("requests", request),
         ]
@@ -710,12 +721,7 @@ def search_schema(
             pa.field("timestamp_ms", pa.int64()),
             # -1 if the search has no query
             pa.field("query_index", pa.int32()),
-            # number of behaviours known strictly before the request
-            pa.field("history_end", pa.int32()),
-            # train, val or test
-            pa.field("split", pa.string()),
-            # item_index of each result
-            pa.field("candidates", _list(pa.int32())),
+            *REQUEST,
             # rank of each result, from 0
             pa.field("positions", _list(pa.int32())),
             # label of each result
@@ -728,9 +734,7 @@ def search_schema(
     )
     return pa.schema(
         [
-            _required("user_id", pa.string()),
-            _user_list("item_index", pa.int32()),
-            _user_list("timestamp_ms", pa.int64()),
+            *BEHAVIOURS,
             # -1 if the search had no query
             _user_list("query_index", pa.int32()),
             _user_list("position", pa.int32()),
@@ -767,9 +771,7 @@ def actions_schema(
     feature_values = pa.list_(pa.field("item", pa.float32()), features)
     return pa.schema(
         [
-            _required("user_id", pa.string()),
-            _user_list("item_index", pa.int32()),
-            _user_list("timestamp_ms", pa.int64()),
+            *BEHAVIOURS,
             *(_user_list(field.name, field.type) for field in _carried_fields(events)),
             # targets of each task, 0 or 1
             _user_list("tasks", task_values),
@@ -987,6 +989,10 @@ INFO_CLASSES: dict[str, Any] = {
 """Type of the info of each table, by the name of the table."""
 
 
+UNREAD = {"sids": "sids", "text": "items"}
+"""Table whose manifest is read in a folder of `Inputs` that a model does not read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """Input folders of a run, as absolute paths or URIs.
@@ -1058,5 +1064,8 @@ class Inputs:
         for option, is_required in reads.items():
             if is_required and not getattr(self, option):
                 raise UserError(f"the model '{model}' needs {option}", option)
+        for option, folder in self.folders().items():
+            if option in UNREAD and option not in reads:
+                open_table(join(folder, UNREAD[option]), TableInfo)
         folders = {option: getattr(self, option) for option in reads}
         return Inputs(self.tables, **folders)

@@ -28,7 +28,7 @@ class LabelOptions(NamedConfig):
 
 def resolve_weights(labels: Sequence[str], weights: Mapping[str, float]) -> list[float]:
     """Return the weight of each label."""
-    check_known(weights, labels, "label_weights")
+    check_known(weights, labels, "model.label_weights")
     return [weights.get(name, 1.0) for name in labels]
 
 

@@ -18,15 +18,22 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 from core.errors import UserError
+from core.options import STRICT
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import Kind
 from models.requests import Requests
 
 Ranked = Literal["catalogue", "candidates", "nothing"]
 """Kinds of items that a model can rank."""
+
+
+@dataclass(config=STRICT)
+class NoOptions:
+    """Options of a model whose `recommend` takes none."""
 
 
 class Model(nn.Module):
@@ -80,7 +87,7 @@ class Model(nn.Module):
 
     ranks: ClassVar[Ranked]
     """Items that the model ranks: a whole catalogue, or the candidates of a request."""
-    options_class: ClassVar[type | None] = None
+    options_class: ClassVar[type] = NoOptions
     """Dataclass of the options of `recommend`; an option that is not set is None."""
     requirements: ClassVar[tuple[str, ...]] = ()
     """Python packages that only this model needs for serving."""

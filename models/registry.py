@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
+from core.errors import UserError
 from core.options import NamedConfig, build, check_known
 from models import own_code
 
@@ -108,16 +109,15 @@ def build_config(what: str, options: Any, prefix: str | None = None) -> Any:
 
     Args:
         what: `model` or `tokenizer`.
-        options: A name, or a mapping with a name and options; a config is returned
-            unchanged.
+        options: A mapping with a name and options; a config is returned unchanged.
         prefix: Prefix of keys in messages.
     """
     if isinstance(options, NamedConfig):
         return options
-    if not isinstance(options, Mapping):
-        options = {"name": options}
     prefix = f"{prefix or ''}{what}."
-    named_class = _import_class(prefix, CLASSES[what], str(options.get("name", "")))
+    if not options.get("name"):
+        raise UserError(f"missing: {prefix}name")
+    named_class = _import_class(prefix, CLASSES[what], str(options["name"]))
     return build(named_class.config_class, options, prefix)
 
 
@@ -127,12 +127,17 @@ def build_model_config(options: Any) -> Any:
 
 
 def name_class(options: Any) -> Any:
-    """Return options of the user with the name of a class in a file of the user's."""
-    if isinstance(options, str):
-        return own_code.run_file(options)
-    if isinstance(options, Mapping):
-        return {**options, "name": own_code.run_file(str(options.get("name", "")))}
-    return options
+    """Return options of the user with the name of a class in a file of the user's.
+
+    Args:
+        options: A name, or a mapping with a name and options; a config is returned
+            unchanged.
+    """
+    if isinstance(options, NamedConfig):
+        return options
+    if not isinstance(options, Mapping):
+        options = {"name": options}
+    return {**options, "name": own_code.run_file(str(options.get("name", "")))}
 
 
 def _build_section(what: str) -> BeforeValidator:
@@ -154,10 +159,5 @@ def find_baselines(kind: str) -> list[str]:
 
     Baselines are models without training that trained models should outperform.
     """
-    names = []
-    for name in MODELS:
-        model_class = find(name)
-        is_baseline = model_class.is_baseline or model_class.is_diagnostic
-        if is_baseline and model_class.kind.name == kind:
-            names.append(name)
-    return names
+    models = [model for model in map(find, MODELS) if model.kind.name == kind]
+    return [model.name for model in models if model.is_baseline or model.is_diagnostic]

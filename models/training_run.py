@@ -187,8 +187,8 @@ class TrainingRun:
             return {}
         catalogue = self.catalogue
         train: Any = Dataset.load(self.model, catalogue, "train", unit="behaviour")
-        targets, num_items = train.examples.targets, catalogue.num_items
-        return {"popularity": encode_counts(targets, num_items)}
+        counts = encode_counts(train.examples.targets, catalogue.num_items)
+        return {"popularity": counts}
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """Describe a checkpoint of this run.
@@ -270,18 +270,21 @@ def check_init(
         )
 
 
-def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
+def check_fit(
+    fit: FitConfig, model_class: type[Model], catalogue: Any, section: str = ""
+) -> None:
     """Check that a model has the metric and the options of validation.
 
     Args:
         fit: Options of the training.
         model_class: Class of the model.
         catalogue: Catalogue of the model, whose labels are part of the metrics' names.
+        section: Prefix of keys in messages.
     """
-    names = model_class.metric_names(catalogue)
-    names = [name for name in names if not lower_is_better(name)]
-    check_known([fit.metric], names, "fit.metric")
-    if model_class.options_class:
-        build(model_class.options_class, fit.eval_options, "fit.eval_options.")
-    else:
-        check_known(fit.eval_options, [], "fit.eval_options")
+    names = [
+        name
+        for name in model_class.metric_names(catalogue)
+        if not lower_is_better(name)
+    ]
+    check_known([fit.metric], names, f"{section}fit.metric")
+    build(model_class.options_class, fit.eval_options, f"{section}fit.eval_options.")

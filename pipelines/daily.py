@@ -10,10 +10,9 @@ packages are imported when a day runs, so that a config is checked early.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from datetime import datetime
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -26,6 +25,7 @@ from core.errors import UserError
 from core.files import absolute, hold_lock, join, read_json, write_file
 from core.options import STRICT, Folder, Fraction, build, check_known, merge
 from models import registry
+from pipelines import tracking
 from pipelines.comparison.config import ModelName
 from pipelines.encode.config import EncodeConfig, TokenizeConfig
 from pipelines.evaluation.config import EvaluateConfig
@@ -80,43 +80,33 @@ class DailyConfig:
         from pipelines.prepare.prepare import build_options
 
         content = dict(given.kwargs or {} if isinstance(given, ArgsKwargs) else given)
-        output = absolute(str(content.get("output", "")))
-        tables, runs = join(output, "tables"), join(output, "runs")
-        folders = {"tables": tables}
-        for option, name in (("sids", "tokenize"), ("text", "encode")):
-            if content.get(name):
-                folders[option] = join(output, option)
-        training = {**folders, "storage": runs, "name": "day"}
-        steps: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-            "prepare": (build_options, {"output": tables, "append": True}),
-            "tokenize": (
-                partial(build, TokenizeConfig),
-                {"tables": tables, "output": folders.get("sids"), "extend": ""},
-            ),
-            "encode": (
-                partial(build, EncodeConfig),
-                {"tables": tables, "output": folders.get("text")},
-            ),
-            "train": (partial(build, TrainConfig), training),
-            "continue_training": (
-                partial(build, TrainConfig),
-                {**training, "init": runs},
-            ),
-        }
-        sections = {name: content.pop(name, None) or {} for name in steps}
-        for name, (build_step, fixed) in steps.items():
-            section = sections[name]
+
+        def complete(name: str, /, **fixed: Any) -> dict[str, Any]:
+            section = content.get(name) or {}
             if not isinstance(section, Mapping):
                 raise UserError(f"{name} is {section!r:.200}; it must be a mapping")
-            for key in fixed:
-                if key in section:
-                    raise UserError(
-                        f"{name}.{key} is {section[key]!r:.200}; a day sets it"
-                    )
-            if name == "continue_training":
-                section = merge(sections["train"], section)
-            if section:
-                content[name] = build_step(merge(section, fixed), f"{name}.")
+            for key in fixed.keys() & section:
+                raise UserError(f"{name}.{key} is {section[key]!r:.200}; a day sets it")
+            return merge(section, fixed)
+
+        output = absolute(str(content.get("output", "")))
+        tables, runs = join(output, "tables"), join(output, "runs")
+        prepare = complete("prepare", output=tables, append=True)
+        content["prepare"] = build_options(prepare, "prepare.")
+        folders = {"tables": tables}
+        steps = ("tokenize", "sids", TokenizeConfig), ("encode", "text", EncodeConfig)
+        for name, option, config_class in steps:
+            section = complete(name, tables=tables, output=join(output, option))
+            is_given = bool(content.get(name))
+            content[name] = None
+            if is_given:
+                folders[option] = section["output"]
+                content[name] = build(config_class, section, f"{name}.")
+        folders |= {"storage": runs, "name": "day"}
+        train = complete("train", **folders)
+        later = merge(train, complete("continue_training", **folders, init=runs))
+        content["train"] = build(TrainConfig, train, "train.")
+        content["continue_training"] = build(TrainConfig, later, "continue_training.")
         return content
 
 
@@ -127,6 +117,8 @@ def process_day(config: DailyConfig) -> DayRecord:
     text embeddings of new items, evaluate the running model on the day, continue its
     training, evaluate the result, and register it if no metric drops too much.
     """
+    from core.schemas import DayRecord, parse_record
+    from models.training import checkpoint
     from models.training.checkpoint import OtherTablesError
     from models.training.loop import drop_undefined
     from models.training_run import check_fit
@@ -137,6 +129,7 @@ def process_day(config: DailyConfig) -> DayRecord:
     from pipelines.prepare.audit.rules import audit_tables
     from pipelines.prepare.prepare import make_tables
     from pipelines.prepare.reading.log import load_source
+    from pipelines.training.backends import wants_gpu
     from pipelines.training.run import run_training
 
     model_class = registry.find(config.train.model.name)
@@ -148,22 +141,28 @@ def process_day(config: DailyConfig) -> DayRecord:
         raise UserError(f"prepare.split.by is '{by}', a day needs temporal")
     labels = [*config.prepare.actions.tasks, *log.info.bool_labels]
     labelled = SimpleNamespace(labels=labels)
-    for training in (config.train, config.continue_training):
-        check_fit(training.fit, model_class, labelled)
+    check_fit(config.train.fit, model_class, labelled, "train.")
+    check_fit(config.continue_training.fit, model_class, labelled, "continue_training.")
     check_known(config.max_drop, model_class.metric_names(labelled), "max_drop")
+    wants_gpu(config.train.ray)
+    if config.train.init:
+        checkpoint.locate(config.train.init)
+    storage = config.train.storage
+    tracking.connect(tracking.resolve_uri(config.train.tracking_uri, storage))
     inputs, file = config.train.inputs, join(config.output, DAYS)
     busy = f"another process works on {config.output}; wait until it ends"
     with hold_lock(join(config.output, ".daily.lock"), busy):
-        days = read_days(file)
+        content = read_json(file) or []
+        days = [parse_record(DayRecord, day, file) for day in content]
 
         def save() -> None:
             content = json.dumps([asdict(day) for day in days], indent=2)
             write_file(file, content.encode())
 
-        def measure(checkpoint: str, unseen: bool | None = None) -> Result:
+        def measure(uri: str, unseen: bool | None = None) -> Result:
             return measure_checkpoint(
                 EvaluateConfig(
-                    checkpoint=checkpoint,
+                    checkpoint=uri,
                     **vars(inputs),
                     split="test",
                     unseen=unseen,
@@ -224,17 +223,6 @@ def process_day(config: DailyConfig) -> DayRecord:
     return day
 
 
-def read_days(path: str) -> list[DayRecord]:
-    """Read the records of the earlier days."""
-    from core.schemas import DayRecord, parse_record
-
-    try:
-        content = read_json(path) or []
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error})", "damaged") from error
-    return [parse_record(DayRecord, day, path) for day in content]
-
-
 def find_day(prepared: Prepared, days: list[DayRecord]) -> DayRecord:
     """Return the record of the newest day in the tables, appended if it is new.
 
@@ -273,7 +261,6 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
     A metric without a value on the day is not compared. The decision is a tag of the
     training's MLflow run.
     """
-    from pipelines import tracking
     from pipelines.comparison.verdicts import BELOW, build_fit, describe_verdict
     from pipelines.serving.registered_model import register
     from pipelines.training.run import run_training

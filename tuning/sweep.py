@@ -159,8 +159,8 @@ class TrialReporter(Callback):
     def print_end(self, trial: Any, trials: list, outcome: str) -> None:
         """Print how a trial has ended, and how many have."""
         ended = {trial, *(other for other in trials if other.is_finished())}
-        num_trials = len(self.sweep.trials)
-        print(f"[{len(ended)}/{num_trials}] {trial_name(trial)} {outcome}")
+        number = f"{len(ended)}/{len(self.sweep.trials)}"
+        print(f"[{number}] {trial_name(trial)} {outcome}")
 
 
 def trial_name(trial: Any) -> str:
@@ -191,12 +191,12 @@ def run_sweep(
         check_equal(record.config, identity)
     kind = resolve_trials(sweep)
     pending = [name for name in sweep.trials if not is_done(name, sweep)]
+    tracking.connect(sweep.run.uri)
     with lock_run(config.storage, config.name, LOCK_TIMEOUT_S):
         if pending:
             start()
-            nodes = sum(node["Alive"] for node in ray.nodes())
-            tracking.check_nodes(sweep.run.uri, nodes)
-            check_cluster(config.ray, sweep.num_workers, wants_gpu(config.ray))
+            use_gpu = wants_gpu(config.ray)
+            check_cluster(config.ray, sweep.num_workers, use_gpu, sweep.run.uri)
         if record:
             tracking.reopen(record.run)
         else:
@@ -487,9 +487,7 @@ def train(config: TrainConfig, sweep: Sweep, tags: dict[str, str]) -> None:
         return
     evaluation = EvaluateConfig(
         checkpoint=trained.checkpoint,
-        tables=config.tables,
-        sids=config.sids,
-        text=config.text,
+        **vars(config.inputs),
         batch_size=config.fit.eval_batch_size,
         device=sweep.device,
     )
@@ -552,9 +550,8 @@ def is_done(name: str, sweep: Sweep) -> bool:
     record = read_record(join(sweep.folder, name), sweep.run.uri)
     if record is None or record.status != "finished":
         return False
-    if record.stopped or sweep.grid.job == "evaluate" or not sweep.config.test:
-        return True
-    return bool(load_test_metrics(record.run))
+    needs_no_test = sweep.grid.job == "evaluate" or not sweep.config.test
+    return record.stopped or needs_no_test or bool(load_test_metrics(record.run))
 
 
 class Halving(AsyncHyperBandScheduler):

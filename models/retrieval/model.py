@@ -34,7 +34,7 @@ class RetrievalModel(Model):
     kind = RETRIEVAL
     requests_class = RetrievalRequests
     catalogue_class = Catalogue
-    options_class: ClassVar[type | None] = RecommendOptions
+    options_class: ClassVar[type] = RecommendOptions
     ranks: ClassVar[Ranked] = "catalogue"
     metrics_module: ClassVar[ModuleType] = metrics
 

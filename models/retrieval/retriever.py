@@ -35,7 +35,7 @@ class Retriever(RetrievalModel):
 
     example_unit = "request"
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
-    options_class: ClassVar[type | None] = BeamOptions
+    options_class: ClassVar[type] = BeamOptions
     label_smoothing = 0.0
     """Share of each target's probability that training spreads evenly over all
     logits."""

@@ -86,7 +86,7 @@ class SidSASRec(SASRec):
     name = "sid_sasrec"
     config_class = SidSASRecConfig
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
-    options_class: ClassVar[type | None] = BeamOptions
+    options_class: ClassVar[type] = BeamOptions
 
     config: SidSASRecConfig
     item: NodeVectors

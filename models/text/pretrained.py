@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from core.errors import UserError, did_you_mean, one_line
 from core.files import absolute
 
@@ -100,7 +98,7 @@ def load_pretrained(name: str, model_class: Any, what: str = "encoder") -> Any:
     """Load a pretrained model in float32."""
     with pretrained_source(name, what) as source:
         model, report = model_class.from_pretrained(
-            **source, dtype=torch.float32, output_loading_info=True
+            **source, dtype="float32", output_loading_info=True
         )
     missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
     if missing:

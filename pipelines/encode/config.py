@@ -6,16 +6,28 @@ Ray and PyTorch are not imported, so command lines are parsed quickly.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Folder
 from models import registry
+from models.text.pretrained import locate_encoder
 
 SUFFIXES = (".parquet", ".npy")
 """Suffixes of files of precomputed embeddings."""
+
+
+def check_encoder(name: str) -> str:
+    """Return the name of a text encoder, or raise UserError if there is none."""
+    if name != "tfidf":
+        locate_encoder(name)
+    return name
+
+
+Encoder = Annotated[str, AfterValidator(check_encoder)]
+"""Type of a text encoder's name."""
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -75,7 +87,7 @@ class TokenizeConfig:
     """Tokenizer, and its options such as `--tokenizer.levels 4`: trained codebooks with
     a conflict code (rqvae, rqkmeans), trained codebooks with relaxed codes (psid), or
     codes of a file (published)."""
-    encoder: str = "minilm"
+    encoder: Encoder = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
     `tfidf` (no weights)."""
     pca: NonNegativeInt = 0
@@ -128,7 +140,7 @@ class EncodeConfig:
     output: Folder
     """TEXT: folder for the table items and, for a search log, queries, pairs and tokens
     (no tokens with tfidf)."""
-    encoder: str = "minilm"
+    encoder: Encoder = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
     `tfidf` (no weights)."""
     overwrite: bool = False

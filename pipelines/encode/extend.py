@@ -36,6 +36,7 @@ from core.tables import (
     open_table,
     writing,
 )
+from models import registry
 from models.retrieval.tokenizers import psid
 from models.retrieval.tokenizers.codes import (
     collision_groups,
@@ -55,7 +56,6 @@ from pipelines.encode.texts import (
     write_vectors,
 )
 from pipelines.encode.tokenize import (
-    build_tokenizer,
     read_codes,
     read_quantizer,
     settings_of_codes,
@@ -68,12 +68,6 @@ from pipelines.encode.tokenize import (
 MAX_ROUNDING = 1e-3
 """Differences of embeddings up to this share of their root mean square count as
 rounding: encoding equal texts again gives slightly different embeddings."""
-
-ERROR_LABELS = {
-    "reconstruction_error": "embeddings, by the nearest codes",
-    "quantization_error": "quantised space, by the chosen codes",
-}
-"""Printed labels of the errors that the manifest of SIDs records."""
 
 
 def extend_embeddings(
@@ -228,13 +222,12 @@ def describe_quality(sids: Table[SidsInfo], trie: Table[TrieInfo]) -> list[str]:
         f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, "
         f"codebooks {sizes}"
     ]
-    errors = [
-        f"{label} {error:.4f}"
-        for name, label in ERROR_LABELS.items()
-        if (error := getattr(measures, name)) is not None
-    ]
-    if errors:
-        lines.append(f"share of variance not explained: {', '.join(errors)}")
+    if measures.reconstruction_error is not None:
+        lines.append(
+            f"share of variance not explained: embeddings, by the nearest codes "
+            f"{measures.reconstruction_error:.4f}, quantised space, by the chosen "
+            f"codes {measures.quantization_error:.4f}"
+        )
     if measures.relaxed_items is not None:
         lines.append(
             f"{pluralize(measures.relaxed_items, 'item')} relaxed; collision rate "
@@ -268,7 +261,7 @@ def extend(
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
     """
-    tokenizer = build_tokenizer(config)
+    tokenizer = registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
     items = open_table(join(config.tables, "items"), ItemsInfo)
     output, old_output = absolute(config.output), absolute(config.extend)
     config = replace(config, output=output)

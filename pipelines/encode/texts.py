@@ -672,23 +672,22 @@ def encode_log(options: EncodeConfig, say: Say = print) -> dict[str, Table]:
         texts["queries"] = []
         if queries.rows:  # an empty table has no files
             texts["queries"] = queries.read()["query"].to_pylist()
-    origins: dict[str, Any] = {}
-    for name in names:
-        settings = text_settings(encoder, config)
-        inputs = {table: hashes[table] for table in INPUT_TABLES[name]}
-        origins[name] = {"config": settings, "inputs": {**inputs, "encoder": version}}
+    settings = text_settings(encoder, config)
     tfidf = fit_tfidf(documents, config.svd) if encoder == "tfidf" else None
     written: dict[str, Table] = {}
     with writing(output_uri):
         if tfidf and read_manifest(join(output_uri, "tokens")):
             clear(join(output_uri, "tokens"))  # tokens of an earlier encoder
         for name in names:
-            uri, origin = join(output_uri, name), origins[name]
+            uri = join(output_uri, name)
+            inputs = {table: hashes[table] for table in INPUT_TABLES[name]}
+            inputs["encoder"] = version
+            origin: dict[str, Any] = {"config": settings, "inputs": inputs}
             info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
             earlier = None if options.overwrite else find_table(uri, info_class)
             if earlier:  # only its tables may have changed
-                earlier.check_made_with(origin["config"], earlier.inputs)
-            if earlier and earlier.inputs == origin["inputs"]:
+                earlier.check_made_with(settings, earlier.inputs)
+            if earlier and earlier.inputs == inputs:
                 say(f"{name}: up to date")
                 written[name] = earlier
             elif name == "tokens":

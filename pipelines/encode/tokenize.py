@@ -19,6 +19,7 @@ import pyarrow as pa
 import ray
 import torch
 
+from core.errors import UserError
 from core.files import join
 from core.schemas import (
     QUANTIZER,
@@ -143,7 +144,7 @@ def train_codes(
             num_returns="streaming",
             max_retries=MAX_STARTS - 1,
         )(_train_task)
-        num_threads = max(1, int(num_cpus))
+        num_threads = int(num_cpus)
         references = task.remote(embeddings, tokenizer, fit_items, num_threads)
         stream = (ray.get(reference) for reference in references)
     else:
@@ -285,11 +286,6 @@ def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
     return settings | {tokenizer.name: options} if options else settings
 
 
-def build_tokenizer(config: TokenizeConfig) -> Tokenizer:
-    """Return the tokenizer of the config."""
-    return registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
-
-
 def tokenize(
     config: TokenizeConfig, say: Say = print
 ) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
@@ -298,8 +294,15 @@ def tokenize(
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
     """
-    tokenizer, output = build_tokenizer(config), config.output
+    tokenizer = registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
+    output = config.output
     items = open_table(join(config.tables, "items"), ItemsInfo)
+    size = getattr(tokenizer.config, "codebook_size", 0)
+    if size > items.rows:
+        raise UserError(
+            f"tokenizer.codebook_size is {size}, it must be at most {items.rows}, the "
+            f"number of items"
+        )
     settings, inputs = settings_of_codes(tokenizer), {"items": items.hash}
     quantizer_uri = join(output, "quantizer")
     embeddings = sequences = sids = trie = None

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from core.errors import UserError
-from core.options import build, check_known
+from core.options import build
 from core.tables import Table
 from models import own_code, registry
 from models.loaded_model import read_versions
@@ -48,12 +48,7 @@ def check_evaluation(config: EvaluateConfig) -> CheckedEvaluation:
     uri = find_checkpoint(config.checkpoint)
     saved = checkpoint.read(uri)
     own_code.accept_code(saved.code, uri, config.trust_code)
-    options = config.recommend_options()
-    options_class = registry.find(saved.name).options_class
-    if options_class:
-        build(options_class, options)
-    else:
-        check_known(options, (), f"the options of '{saved.name}'")
+    build(registry.find(saved.name).options_class, config.recommend_options())
     versions = read_versions(saved.name, config.inputs)
     checkpoint.check(saved, uri, versions, extending=True)
     return CheckedEvaluation(uri, saved, versions)
@@ -90,8 +85,9 @@ def resolve_device(option: str) -> torch.device:
 
     `auto` is a GPU if this machine has one.
     """
+    has_gpu = torch.cuda.is_available()
     if option == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if option == "cuda" and not torch.cuda.is_available():
+        return torch.device("cuda" if has_gpu else "cpu")
+    if option == "cuda" and not has_gpu:
         raise UserError("device is cuda, but PyTorch sees no GPU here")
     return torch.device(option)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from core.files import absolute
 from core.options import STRICT, Folder
 from models.own_code import MetricName
 from models.retrieval.options import AtSpeedOptions
@@ -71,13 +72,14 @@ class EvaluateConfig(AtSpeedOptions):
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        if self.metric:
-            from models.metrics.metric import RequestMetric, find_metrics
+        self.checkpoint = absolute(self.checkpoint)
+        if self.metric is not None:
+            from models.metrics.metric import TOP, RequestMetric, find_metrics
 
-            known = [kind.name for kind in find_metrics(RequestMetric)]
-            if self.metric.partition("@")[0] not in known:
+            known = [f"{kind.name}@{TOP}" for kind in find_metrics(RequestMetric)]
+            if self.metric not in known:
                 raise ValueError(
-                    f"metric is {self.metric}; input should be FILE.py:CLASS"
+                    f"metric is {self.metric!r}; input should be FILE.py:CLASS"
                 )
         if self.allowed and not self.batch_inference:
             raise ValueError(

@@ -102,8 +102,8 @@ def evaluate(
 
 def measure_checkpoint(config: EvaluateConfig) -> Result:
     """Measure a checkpoint on a split, and write the metrics to a file and MLflow."""
-    if config.tracking_uri:
-        tracking.check_store(config.tracking_uri)
+    if config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        tracking.connect(tracking.find_store(config.tracking_uri))
     # The driver of a submitted job runs on a node without GPUs, so tasks do the work.
     result, checked = evaluate(config, in_ray=bool(os.environ.get("RAY_ADDRESS")))
     saved, model_class = checked.checkpoint, registry.find(result.model)

@@ -21,7 +21,7 @@ from pyarrow import fs
 
 from core.errors import pluralize
 from core.files import file_info, join, write_file
-from core.options import build, check_keys, merge
+from core.options import build, merge
 from core.schemas import (
     INFO_CLASSES,
     AsOfInfo,
@@ -82,7 +82,7 @@ def build_options(content: Mapping[str, Any], prefix: str = "") -> PrepareOption
     """
     source = content.get("source")
     defaults = load_source(source)[1] if source else {}
-    check_keys(PrepareConfig, defaults, "prepare.")
+    build(PrepareConfig, defaults, "prepare.")
     return build(PrepareOptions, merge(defaults, content), prefix)
 
 

@@ -128,6 +128,8 @@ def sqlite_file(uri: str) -> str:
 def find_store(option: str | None) -> str:
     """Return the tracking URI of an existing store.
 
+    MLflow would create the missing file of a SQLite store.
+
     Args:
         option: Value of `--tracking_uri`; by default MLFLOW_TRACKING_URI, else
             `runs/mlflow.db` in the working directory.
@@ -136,18 +138,10 @@ def find_store(option: str | None) -> str:
     if not uri and not Path("runs/mlflow.db").is_file():
         raise UserError("no MLflow store is named", "tracking")
     uri = resolve_uri(uri or sqlite_uri(Path("runs/mlflow.db")), ".")
-    check_store(uri)
-    return uri
-
-
-def check_store(uri: str) -> None:
-    """Raise UserError if MLflow does not support a tracking URI or its file is missing.
-
-    MLflow would create the missing file of a SQLite store.
-    """
-    file = sqlite_file(resolve_uri(uri, "."))
+    file = sqlite_file(uri)
     if file and not Path(file).is_file():
         raise UserError(f"there is no MLflow store at {uri}")
+    return uri
 
 
 def view_command(uri: str, mlflow: str = "mlflow") -> str:
@@ -160,22 +154,6 @@ def view_command(uri: str, mlflow: str = "mlflow") -> str:
     if uri.startswith(("http://", "https://")):
         return uri
     return f"{mlflow} ui --backend-store-uri {shlex.quote(uri)}"
-
-
-def check_nodes(uri: str, nodes: int) -> None:
-    """Raise UserError if a cluster of several nodes would use a SQLite file.
-
-    Each node would write a file of its own.
-
-    Args:
-        uri: Tracking URI.
-        nodes: Number of nodes.
-    """
-    if uri.startswith("sqlite") and nodes > 1:
-        raise UserError(
-            f"the tracking URI {uri} is a file, and the cluster has {nodes} nodes",
-            "tracking",
-        )
 
 
 def lock_path(folder: str) -> str:

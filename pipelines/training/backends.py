@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from core.errors import UserError
 from core.files import join
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint, State
@@ -92,11 +93,15 @@ class LocalBackend:
 def wants_gpu(options: RayOptions) -> bool:
     """Return whether workers take GPUs.
 
-    With `use_gpu: auto` they do if the cluster has GPUs, or without Ray this machine.
+    With `use_gpu: auto` they do if the cluster has GPUs, or without Ray this machine. A
+    cluster may get GPUs later; without one, `use_gpu: true` needs a GPU here.
     """
-    if options.use_gpu != "auto":
-        return options.use_gpu
     ray = sys.modules.get("ray")  # a training in this process does not import it
+    has_gpu = torch.cuda.is_available()
     if ray and ray.is_initialized():
-        return bool(ray.cluster_resources().get("GPU", 0))
-    return torch.cuda.is_available()
+        has_gpu = bool(ray.cluster_resources().get("GPU", 0))
+    if options.use_gpu is True and not (has_gpu or os.environ.get("RAY_ADDRESS")):
+        raise UserError(
+            "ray.use_gpu is true, and this machine has no GPU that PyTorch finds"
+        )
+    return has_gpu if options.use_gpu == "auto" else options.use_gpu

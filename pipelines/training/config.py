@@ -22,9 +22,10 @@ from pydantic.dataclasses import dataclass
 from core.errors import UserError
 from core.files import absolute, join
 from core.options import STRICT, Folder
-from models import own_code
+from models import own_code, registry
 from models.registry import ModelSection
 from models.training.fit_config import FitConfig, check_replay
+from pipelines import tracking
 
 if TYPE_CHECKING:
     from core.schemas import Inputs
@@ -132,6 +133,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_run_name(self.name)
         check_replay(self.fit, self.init)
+        tracking.resolve_uri(self.tracking_uri, self.storage)
+        batch_size = self.fit.batch_size
+        if registry.find(self.model.name).trains_by_gradient:
+            for workers in range(self.ray.fewest_workers, self.ray.num_workers + 1):
+                if batch_size % workers:
+                    raise ValueError(
+                        f"fit.batch_size {batch_size} does not divide by {workers} "
+                        "workers"
+                    )
         for name in ("storage", "tables", "sids", "text"):
             if folder := getattr(self, name):
                 object.__setattr__(self, name, absolute(folder))

@@ -34,6 +34,7 @@ from core.schemas import RunRef
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint, State
 from pipelines import cluster, faults
+from pipelines.tracking.store import SQLITE
 from pipelines.training.config import RayOptions, TrainConfig
 from pipelines.training.worker import train_worker
 
@@ -279,7 +280,16 @@ def worker_resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
     return needs
 
 
-def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
-    """Raise UserError if the cluster can never hold the workers."""
+def check_cluster(options: RayOptions, workers: int, use_gpu: bool, uri: str) -> None:
+    """Raise UserError if the cluster can never hold the workers, or needs a server.
+
+    The nodes of a cluster would each write a SQLite store of the tracking URI.
+    """
     fewest = min(options.min_workers or workers, workers)
     cluster.check_room(fewest, worker_resources(options, use_gpu))
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if uri.startswith(SQLITE) and nodes > 1:
+        raise UserError(
+            f"the tracking URI {uri} is a file, and the cluster has {nodes} nodes",
+            "tracking",
+        )

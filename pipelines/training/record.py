@@ -35,10 +35,7 @@ def read_record(folder: str, tracking_uri: str = "") -> RunRecord | None:
             it, and anybody who can write the folder can change the record.
     """
     uri = join(folder, RUN)
-    try:
-        content = read_json(uri)
-    except ValueError as error:
-        raise UserError(f"{uri} is damaged ({error})", "damaged") from error
+    content = read_json(uri)
     if content is None:
         return None
     record = parse_record(RunRecord, content, uri)

@@ -132,8 +132,12 @@ def run_training(
         if not in_process:
             start_ray()
         trains_by_gradient = registry.find(config.model.name).trains_by_gradient
-        use_gpu = wants_gpu(config.ray) and trains_by_gradient
-        check_resources(config, in_process, use_gpu, trial)
+        use_gpu = trains_by_gradient and wants_gpu(config.ray)
+        if not (in_process or trial.parent_run):  # a sweep has checked the cluster
+            from pipelines.training.ray_train import check_cluster
+
+            uri = str(config.tracking_uri)
+            check_cluster(config.ray, config.ray.num_workers, use_gpu, uri)
         if config.overwrite:
             delete_run(config, say)
         if record:
@@ -226,32 +230,6 @@ def load_result(
     return TrainingResult(config.name, uri, best, run, was_finished)
 
 
-def check_resources(
-    config: TrainConfig, in_process: bool, use_gpu: bool, trial: TrialContext
-) -> None:
-    """Check that the workers fit the cluster or machine and can reach MLflow.
-
-    Args:
-        config: Options of the training.
-        in_process: Whether the only worker runs in this process, without Ray.
-        use_gpu: Whether workers use a GPU.
-        trial: Settings that a sweep adds; the cluster is not checked again for a trial.
-    """
-    if not in_process:
-        import ray
-
-        from pipelines.training.ray_train import check_cluster
-
-        if trial.parent_run is None:  # the sweep has checked the cluster already
-            check_cluster(config.ray, config.ray.num_workers, use_gpu)
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        tracking.check_nodes(str(config.tracking_uri), nodes)
-    elif use_gpu and not torch.cuda.is_available():
-        raise UserError(
-            "ray.use_gpu is true, and this machine has no GPU that PyTorch finds"
-        )
-
-
 def open_run(
     config: TrainConfig, given: Any, hashes: dict[str, str], trial: TrialContext
 ) -> RunRecord:
@@ -267,8 +245,8 @@ def open_run(
         The content of `run.json`.
     """
     inputs, identity = config.inputs, identify(config)
-    model_class = registry.find(config.model.name)
-    dataset = f"{model_class.kind.name}/{dataset_name(inputs.tables)}"
+    kind = registry.find(config.model.name).kind.name
+    dataset = f"{kind}/{dataset_name(inputs.tables)}"
     tags = {**trial.tags, tracking.FOLDER_TAG: config.folder}
     if is_simulated(inputs.tables):
         tags[tracking.SIMULATED_TAG] = "true"
@@ -456,19 +434,20 @@ def resolve_training(
     inputs = config.inputs.select(name, model_class.inputs_of(config.model))
     catalogue = load(name, inputs)
     record = None if config.overwrite else read_record(config.folder)
-    resolved = resolve_model(model, catalogue, record)
+    try:
+        model = model_class.resolve_config(model, catalogue)
+    except UserError:  # a finished run needs no teacher
+        if not record or record.status != "finished" or record.given != asdict(model):
+            raise
+        model = registry.build_model_config(record.config["model"])
     ray = config.ray
-    if not model_class.trains_by_gradient:
+    if model_class.trains_by_gradient:
+        wants_gpu(ray)
+    else:
         ray = replace(ray, num_workers=1, min_workers=0)
     check_fit(config.fit, model_class, catalogue)
     if isinstance(model, LabelOptions):
         resolve_weights(catalogue.labels, model.label_weights)
-    for workers in range(ray.fewest_workers, ray.num_workers + 1):
-        if config.fit.batch_size % workers:
-            raise UserError(
-                f"fit.batch_size {config.fit.batch_size} does not divide by {workers} "
-                "workers"
-            )
     init = config.init
     if init:
         init = checkpoint.locate(init)
@@ -476,7 +455,7 @@ def resolve_training(
         check_init(content, init, catalogue.versions, model_class, config.fit)
     resolved_config = replace(
         config,
-        model=resolved,
+        model=model,
         ray=ray,
         **vars(inputs),
         init=init,
@@ -491,27 +470,6 @@ def locate_encoders(model: Any) -> Any:
     return replace(
         model, **{name: resolve_encoder_path(getattr(model, name)) for name in encoders}
     )
-
-
-def resolve_model(model: Any, catalogue: Any, record: RunRecord | None) -> Any:
-    """Return a model's config with the values that it takes from checkpoints.
-
-    If a finished run has the same config, its resolved config replaces checkpoints that
-    no longer exist.
-
-    Args:
-        model: Config as the user gave it.
-        catalogue: The model's catalogue.
-        record: `run.json` of the run, or None for a new run.
-    """
-    try:
-        return registry.find(model.name).resolve_config(model, catalogue)
-    except UserError:
-        given_model = asdict(model)
-        is_finished = record is not None and record.status == "finished"
-        if not record or not is_finished or record.given != given_model:
-            raise
-        return registry.build_model_config(record.config["model"])
 
 
 def lock_run(

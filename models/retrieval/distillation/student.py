@@ -85,7 +85,7 @@ class Student(TaughtModel, Retriever):
     """
 
     config: StudentConfig
-    options_class: ClassVar[type | None] = StudentOptions
+    options_class: ClassVar[type] = StudentOptions
     verifies: ClassVar[bool] = False
     """Whether search needs the teacher's decoder to verify the student's drafts."""
     reused: Decoder | None

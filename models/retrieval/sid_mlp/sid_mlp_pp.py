@@ -26,6 +26,7 @@ from torch import Tensor
 from core.errors import UserError
 from core.options import STRICT
 from models.loaded_model import load_model
+from models.model import NoOptions
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
     TaughtModel,
@@ -54,7 +55,7 @@ class SidMlpPpEncoder(TaughtModel):
 
     name = "sid_mlp_pp_encoder"
     config_class = SidMlpPpEncoderConfig
-    options_class = None
+    options_class = NoOptions
     ranks = "nothing"
     not_served = "it ranks nothing"
     config: SidMlpPpEncoderConfig

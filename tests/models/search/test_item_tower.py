@@ -97,7 +97,7 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
     embedded = replace(catalogue, text=replace(catalogue.text, items=items))
     frozen = HLLM(HLLMConfig(**SMALL), embedded).eval()
     config = HLLM.resolve_config(
-        HLLMConfig(**SMALL, item_tower=encoder_folder), embedded
+        HLLMConfig(name="hllm", **SMALL, item_tower=encoder_folder), embedded
     )
     assert config == HLLM.resolve_config(config, embedded)
     model = HLLM(config, embedded).eval()
