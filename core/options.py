@@ -271,7 +271,7 @@ def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
 
 
 def read_files(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested options over those of the YAML files under a section's `config`.
+    """Merge nested options over the YAML files that their `config` keys name.
 
     Values of later files replace values of earlier ones.
     """
@@ -343,7 +343,7 @@ def check_keys(config_class: Any, content: Mapping[str, Any], prefix: str = "") 
 def describe_error(
     error: ValidationError, content: Mapping[str, Any], prefix: str = ""
 ) -> str:
-    """Return one line with the key and value of an error, and what is allowed."""
+    """Return one line with the key, the value and the reason of an error."""
     faults = [(locate(fault["loc"], content), fault) for fault in error.errors()]
     missing = [key for key, fault in faults if fault["type"] == "missing"]
     others = [(key, fault) for key, fault in faults if fault["type"] != "missing"]
@@ -388,7 +388,7 @@ def changed(config: Any, base: Any = None) -> dict[str, Any]:
 
 
 def to_words(options: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
-    """Yield nested options as words of a command line, such as `--fit.lr`, `0.1`."""
+    """Yield nested options as words of a command line: `--fit.lr`, `0.1`."""
     for name, value in options.items():
         if isinstance(value, dict) and value:
             yield from to_words(value, f"{prefix}{name}.")
@@ -412,7 +412,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def find_difference(
     before: Mapping[str, Any], now: Mapping[str, Any], but: Collection[str] = ()
 ) -> str:
-    """Return the first setting that differs, such as `fit.lr 0.1, not 0.2`, or "".
+    """Return the first setting that differs, as `fit.lr 0.1, not 0.2`, or "".
 
     Args:
         before: Nested settings.

@@ -362,7 +362,7 @@ class AsOfFeatures:
 
 @dataclass(config=CHECKED, kw_only=True)
 class SequencesInfo(TableInfo):
-    """Info of `sequences`. A subclass per layout of the table."""
+    """Settings and statistics of `sequences`; one subclass per layout."""
 
     table = "sequences"
 

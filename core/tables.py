@@ -86,9 +86,9 @@ class Part:
 
 @dataclass
 class TableInfo:
-    """Settings and statistics of a table: a dataclass per table.
+    """Base class of a table's settings and statistics.
 
-    The base class reads any table, without its settings and statistics.
+    Parsing with this class itself ignores all fields.
     """
 
     table: ClassVar[str] = ""

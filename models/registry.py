@@ -141,7 +141,7 @@ def name_class(options: Any) -> Any:
 
 
 def _build_section(what: str) -> BeforeValidator:
-    """Return the validator of a config, which its `name` chooses."""
+    """Return a validator that builds the config of the class under a value's `name`."""
     return BeforeValidator(
         lambda value, info: build_config(what, name_class(value), info.context)
     )

@@ -225,7 +225,7 @@ class Requests:
         """Requests with the fields of the model's log."""
 
     def log_fields(self) -> dict[str, Any]:
-        """Return the fields that this log adds, such as custom features."""
+        """Return the fields that the model's log adds to `base_class`, by name."""
         fields: dict[str, Any] = {}
         for kind, names in list_custom_names(self.info.custom).items():
             values = Numbers if kind == "numbers" else Texts
@@ -248,7 +248,7 @@ class Requests:
         return Entries(requests, "history_", past), Entries(requests, "", known)
 
     def to_columns(self, requests: Sequence[Any]) -> RequestColumns:
-        """Return the columns of requests, as the kind decodes those of users.
+        """Return requests as columns in the layout of the kind's `decode`.
 
         Items outside the catalogue are left out.
 

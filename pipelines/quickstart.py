@@ -219,7 +219,7 @@ def run_steps(steps: Sequence[Step], label: str, began: float) -> None:
 def run_models(
     models: Sequence[ModelSteps], labels: Sequence[str], logs: Path, began: float
 ) -> None:
-    """Run the steps of models at once, in as many processes as there are cores.
+    """Run the steps of models in parallel, in at most one process per core.
 
     A model's lines are printed when its steps have ended. If a step fails or the
     command is stopped, the other processes end.

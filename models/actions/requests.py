@@ -417,7 +417,10 @@ class ActionsRequests(Requests):
         return past[-self.max_history :]
 
     def to_columns(self, requests: Sequence[Any]) -> RequestColumns:
-        """Return the columns of requests: behaviours, then candidates to score."""
+        """Return the events of requests as columns.
+
+        Each request's behaviours precede its candidates.
+        """
         info: ActionsInfo = self.info
         past, shown = self.split_entries(requests)
         num_past = len(past.request)

@@ -169,6 +169,7 @@ class Blend(RetrievalModel):
         is_ranked = torch.zeros_like(total, dtype=torch.bool)
         weights = (torch.ones_like(self.weight), self.weight)
         for (items, scores), weight in zip(rankings, weights, strict=True):
+            # (B, 1) score of all items outside the ranking; 0 for an empty ranking
             lowest = scores.masked_fill(items < 0, torch.inf).amin(1, keepdim=True)
             lowest = lowest.masked_fill(lowest == torch.inf, 0.0)
             column = torch.where(items < 0, self.num_items, items)

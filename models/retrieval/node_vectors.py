@@ -75,7 +75,7 @@ class NodeVectors(EmbeddingTables):
     def child_logits(
         self, states: Tensor, level: int, node: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Score the children of nodes by the products of states and their vectors.
+        """Score each node's children by the dot product of state and child vector.
 
         Args:
             states: (B, D) states.
@@ -83,7 +83,8 @@ class NodeVectors(EmbeddingTables):
             node: (B, W) nodes.
 
         Returns:
-            Edges and logits (B, W, M), -inf at padding.
+            Edges (B, W, M) to the children, and their logits (B, W, M), -inf at
+            padding.
         """
         own, *nodes = (table.get_parameter("weight") for table in self.tables)
         if level < len(nodes):

@@ -139,7 +139,10 @@ class SASRec(RetrievalModel):
 
     @classmethod
     def resolve_config(cls, config: SASRecConfig, catalogue: Catalogue) -> SASRecConfig:
-        """Return the config with `item_vectors` by whether there are semantic IDs."""
+        """Return the config with `item_vectors` filled in.
+
+        They are `ids_and_sids` if the catalogue has semantic IDs, otherwise `ids`.
+        """
         if config.item_vectors:
             return config
         has_sids = catalogue.sids is not None

@@ -289,7 +289,7 @@ class Ranker(SearchModel):
         )
 
     def prepare_training(self, catalogue: Any) -> list[str]:
-        """Return the line that says what the model reads in place of text."""
+        """Return a note on the vectors of items if the tables have no text."""
         if self.text.has_text:
             return []
         return ["without text: items have vectors of their ids, queries have none"]

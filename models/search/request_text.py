@@ -121,7 +121,7 @@ class RequestText:
         is_known: NDArray[np.bool_],
         new: list[tuple[int, str]],
     ) -> Floats:
-        """Return the vectors of all texts, of which the new ones are encoded."""
+        """Return the vectors of all texts, and encode the new ones."""
         vectors = np.zeros((len(is_known), known.shape[1]), np.float32)
         vectors[is_known] = known
         if not new:

@@ -35,13 +35,16 @@ from models.training.optimizers import optimizer_state
 
 
 def shard(model: nn.Module, device: torch.device, rank: int, world: int) -> Shards:
-    """Shard the blocks of a model's language model, and its other parameters.
+    """Apply FSDP2 to each transformer block and to the rest of the model.
 
     Args:
         model: The model, with equal weights on all workers.
         device: Device of the model.
         rank: Rank of this worker.
         world: Number of workers.
+
+    Raises:
+        UserError: If no module is a `PreTrainedModel`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -28,6 +28,7 @@ import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,16 +312,14 @@ def embed_ranges(
         say: Prints progress.
         num_fit: Number of first texts that TF-IDF is fitted on; 0 for all.
     """
-    tfidf = None
     if encoder == "tfidf":
-        tfidf = fit_tfidf(texts[: num_fit or None], config.svd)
+        encode = fit_tfidf(texts[: num_fit or None], config.svd).encode
+    else:
+        encode = partial(encode_texts, name=encoder, config=config, say=say)
     for start in range(0, len(texts), ITEMS_PER_RANGE):
-        if tfidf:
-            yield tfidf.encode(texts[start : start + ITEMS_PER_RANGE])
-            continue
         if len(texts) > ITEMS_PER_RANGE:
-            say(f"encoding from item {start:,} of {len(texts):,}")
-        yield encode_texts(texts[start : start + ITEMS_PER_RANGE], encoder, config, say)
+            say(f"encoding from text {start:,} of {len(texts):,}")
+        yield encode(texts[start : start + ITEMS_PER_RANGE])
 
 
 @dataclass(frozen=True)

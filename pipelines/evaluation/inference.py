@@ -310,7 +310,7 @@ def infer_all(
 
     Args:
         config: Options, with `batch_inference`.
-        in_ray: Whether a single shard runs in a Ray actor too.
+        in_ray: Whether to run even a single shard in a Ray actor.
 
     Returns:
         The table, and whether an equal table existed already.

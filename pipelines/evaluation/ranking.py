@@ -44,14 +44,14 @@ SHOWN = "shown"
 
 
 def evaluate(
-    config: EvaluateConfig, in_ray: bool = False
+    config: EvaluateConfig, *, in_ray: bool = False
 ) -> tuple[Result, CheckedEvaluation]:
     """Measure a checkpoint on a split, without writing anything.
 
     Args:
         config: Options of the evaluation.
-        in_ray: Whether a single shard is a Ray task too, which can use the GPUs of a
-            cluster.
+        in_ray: Whether to run even a single shard as a Ray task, so that it can use the
+            cluster's GPUs.
 
     Returns:
         The result, and the checkpoint with its tables.

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of a module, imported when used: MLflow's import takes seconds."""
+    """Import `store` or `runs` on first use of one of its names.
+
+    Importing MLflow takes seconds.
+    """
     for module in ("store", "runs"):  # the latter imports MLflow
         found = vars(import_module(f"{__name__}.{module}"))
         if name in found:

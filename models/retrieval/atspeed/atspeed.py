@@ -43,7 +43,7 @@ from models.retrieval.atspeed.speculative import (
 )
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.student import Student, StudentConfig
-from models.retrieval.distillation.teacher import require
+from models.retrieval.distillation.teacher import require_class
 from models.retrieval.options import AtSpeedOptions, Scores
 from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import recommender
@@ -202,7 +202,7 @@ class AtSpeed(Student):
     @staticmethod
     def build_decoder(config: AtSpeedConfig, teacher: Retriever) -> T5Decoder:
         """Return the decoder of the draft."""
-        backbone = require(teacher, Tiger).backbone
+        backbone = require_class(teacher, Tiger).backbone
         sizes = replace(
             backbone.sizes,
             num_decoder_layers=config.draft_layers,

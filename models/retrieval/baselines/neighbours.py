@@ -106,7 +106,7 @@ class NeighbourModel(RetrievalModel):
 
 
 def list_pairs(matrix: csr_array, first: int) -> Pairs:
-    """Return the pairs of a block of rows, of which item `first` is the first."""
+    """Return the pairs of a block of rows that begins at item `first`."""
     matrix.sort_indices()
     item = first + row_numbers(np.diff(matrix.indptr))
     return item, matrix.indices.astype(np.int64), matrix.data

@@ -134,8 +134,12 @@ def build_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
     return cast(Retriever, build_model(options, catalogue))
 
 
-def require(part: Any, expected: type[P]) -> P:
-    """Return a teacher, or its backbone or decoder, which must be of a class."""
+def require_class(part: Any, expected: type[P]) -> P:
+    """Return `part`, a teacher or its backbone or decoder.
+
+    Raises:
+        UserError: If the part is not an `expected`.
+    """
     if not isinstance(part, expected):
         raise UserError(
             f"the student learns from a {expected.__name__}, and its teacher has a "

@@ -105,16 +105,16 @@ class LmBackbone(Backbone):
         return self.vocabulary + self.tokens.items[items.clamp(min=0)]
 
     def surround(self, before: Tensor, middle: Segment, after: Tensor) -> list[Segment]:
-        """Return the segments of a prompt with words (n,) around an input (B, m)."""
+        """Return the segments of a prompt with tokens (n,) around an input (B, m)."""
         rows = len(middle[0])
         before, after = before.expand(rows, -1), after.expand(rows, -1)
         return [full_segment(before), middle, full_segment(after)]
 
     def history_tokens(self, batch: HistoryBatch) -> Segment:
-        """Return the codes of each history, with the words between items.
+        """Return the codes of each history, with the tokens `between` items.
 
-        With n words `between`, the segment is (B, T * (L + n)) for histories (B, T).
-        The words after the last item are padding.
+        With n tokens `between`, the segment is (B, T * (L + n)) for histories (B, T).
+        The tokens after the last item are padding.
         """
         history = batch.history
         codes = self.item_tokens(history)  # (B, T, L)

@@ -112,7 +112,7 @@ class LcRecConfig(NamedConfig):
 
 
 def choose_tokenizer(config: LcRecConfig, titles: list[str] | None) -> Tokenizer:
-    """Return the tokenizer of the pretrained model `config.lm`, or one of words.
+    """Return the tokenizer of `config.lm`, or a word tokenizer built from titles.
 
     Args:
         config: Options of LC-Rec.
@@ -188,8 +188,8 @@ class LcRec(Retriever):
         titles = read_titles(catalogue, config.title) if tasks else None
         if titles is None:
             return [
-                f"tasks: next; other tasks need a text column '{config.title}' of the "
-                "items, and to be named in model.tasks"
+                f"tasks: next; other tasks need an entry in model.tasks, and a text "
+                f"column '{config.title}' of the items"
             ]
         tokenizer = choose_tokenizer(config, titles)
         tokens, lengths = encode_titles(tokenizer, titles)
@@ -272,7 +272,7 @@ class LcRec(Retriever):
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Titles of all items, and the words around the input of each task."""
+    """Tokens of all items' titles, and of the prompts of each task."""
 
     titles: Tensor
     """(N, M + 1) tokens with the end token of titles, padded with 0."""
@@ -297,7 +297,7 @@ class Texts:
             Segments of the prompt, and the response, with a row per example.
         """
         device = batch.target.device
-        before, after = (words.to(device) for words in self.prompts[task])
+        before, after = (tokens.to(device) for tokens in self.prompts[task])
         if task == "next_title":
             requests = batch.select("B", slice(rows))
             items, task_input = requests.target, backbone.history_tokens(requests)

@@ -37,7 +37,7 @@ from core.options import STRICT, Dropout
 from models.cpu.derived import cache_until_changed
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Student, StudentConfig
-from models.retrieval.distillation.teacher import require
+from models.retrieval.distillation.teacher import require_class
 from models.retrieval.lc_rec.backbone import LmBackbone, Segment, full_segment
 from models.retrieval.lc_rec.lc_rec import LcRec
 from models.retrieval.parts import History, Memory
@@ -215,7 +215,7 @@ class LcRecSidMlp(Student):
         config: LcRecSidMlpConfig, teacher: Retriever
     ) -> LcRecSidMlpDecoder:
         """Return the decoder on the language model of an LC-Rec."""
-        return LcRecSidMlpDecoder(config, require(teacher, LcRec).backbone)
+        return LcRecSidMlpDecoder(config, require_class(teacher, LcRec).backbone)
 
 
 @dataclass(config=STRICT)
@@ -269,7 +269,7 @@ class LcRecNezha(Nezha):
         config: NezhaConfig, teacher: Retriever
     ) -> tuple[NezhaLmBackbone, NezhaDecoder]:
         """Return a language model with placeholders and a head on its tokens."""
-        backbone = NezhaLmBackbone(require(teacher, LcRec))
+        backbone = NezhaLmBackbone(require_class(teacher, LcRec))
         lm = cast(Any, backbone.lm)
         if not language_model.has_tied_embeddings(lm):
             lm.get_output_embeddings().requires_grad_(False)  # words are not predicted

@@ -33,7 +33,7 @@ from models.retrieval.distillation.teacher import (
     TeacherConfig,
     build_teacher,
     read_checkpoint,
-    require,
+    require_class,
     resolve_teacher,
 )
 from models.retrieval.parts import History, real_positions
@@ -62,7 +62,7 @@ class SidMlpPpEncoder(TaughtModel):
 
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue) -> None:
         super().__init__(config, catalogue)
-        teacher = require(build_teacher(config, catalogue), Tiger)
+        teacher = require_class(build_teacher(config, catalogue), Tiger)
         self.backbone = MlpBackbone(teacher.backbone, config)
         self._catalogue = catalogue
 

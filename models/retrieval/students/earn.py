@@ -26,7 +26,7 @@ from core.options import STRICT
 from models.layers.t5 import dropout
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Joint, JointConfig
-from models.retrieval.distillation.teacher import require
+from models.retrieval.distillation.teacher import require_class
 from models.retrieval.parts import History, padding_mask
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger.decoder import T5Decoder
@@ -130,6 +130,6 @@ class Earn(Joint):
         config: EarnConfig, teacher: Retriever
     ) -> tuple[EarnBackbone, T5Decoder]:
         """Return TIGER's decoder on an encoder with registers."""
-        source = require(teacher, Tiger).backbone
+        source = require_class(teacher, Tiger).backbone
         backbone = EarnBackbone(source, config.register_layer)
         return backbone, T5Decoder(backbone)

@@ -38,7 +38,7 @@ from torch.nn import functional
 from core.options import STRICT
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Joint, JointConfig
-from models.retrieval.distillation.teacher import require
+from models.retrieval.distillation.teacher import require_class
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
@@ -174,7 +174,7 @@ class Nezha(Joint):
         config: NezhaConfig, teacher: Retriever
     ) -> tuple[Backbone, NezhaDecoder]:
         """Return an encoder with placeholders and a head on the teacher's tokens."""
-        backbone = NezhaBackbone(require(teacher, Tiger).backbone)
+        backbone = NezhaBackbone(require_class(teacher, Tiger).backbone)
         return backbone, NezhaDecoder(backbone)
 
     def lr_multipliers(self) -> dict[str, float]:

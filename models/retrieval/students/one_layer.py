@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from core.options import STRICT
 from models.retrieval.distillation.student import Student, StudentConfig
-from models.retrieval.distillation.teacher import require
+from models.retrieval.distillation.teacher import require_class
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import T5Backbone
@@ -43,7 +43,7 @@ class OneLayer(Student):
     @staticmethod
     def build_decoder(config: OneLayerConfig, teacher: Retriever) -> T5Decoder:
         """Return a decoder with one layer of the teacher's sizes."""
-        backbone = require(teacher.backbone, T5Backbone)
+        backbone = require_class(teacher.backbone, T5Backbone)
         return T5Decoder(
             backbone,
             replace(backbone.sizes, num_decoder_layers=1),

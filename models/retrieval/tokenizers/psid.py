@@ -88,7 +88,13 @@ MAX_CANDIDATES = 200_000
 def assign_unique_codes(quantized: Quantized, width: int = WIDTH) -> np.ndarray:
     """Assign unique codes (N, C) to the items of a trained quantiser.
 
-    Items whose nearest codes are taken get codes in the order of item_index.
+    The item nearest to its centroids keeps the shared codes. The others, in the order
+    of item_index, get their nearest free codes.
+
+    Args:
+        quantized: The trained quantiser with the items' vectors and codes.
+        width: Number of nearest codes per level to combine at first; it grows until a
+            combination is free.
     """
     vectors = quantized.vectors.double().numpy()
     codebooks = quantized.codebooks.double().numpy()

@@ -29,7 +29,7 @@ from models.search.requests import SearchBatch
 
 @dataclass(config=STRICT)
 class BestNumberConfig(BaselineConfig):
-    """Best number: ranks results by the number that is best in training."""
+    """Options of the ranking by the number with the highest training GAUC."""
 
 
 class BestNumber(SearchBaseline):

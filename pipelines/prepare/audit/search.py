@@ -81,7 +81,7 @@ def check_search_tables(
 
 
 def check_queries(tables: Tables, queries: pl.DataFrame, rule: Rule) -> None:
-    """Check that `queries` has those of events, sorted, with dense indices."""
+    """Check that `queries` has the queries of events, sorted, with dense indices."""
     rule.rows = queries.height
     distinct = tables.events.select("query").drop_nulls().unique().sort("query")
     indexed = queries.with_row_index("at").join(

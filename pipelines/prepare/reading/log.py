@@ -211,7 +211,7 @@ class AsOf(Section):
 
     @property
     def features(self) -> dict[str, str]:
-        """Column or SQL expression by column of a feature."""
+        """Source column or SQL expression of each feature column, by feature column."""
         categories = _add_prefix("cat", self.categories)
         return {**_add_prefix("num", self.numbers), **categories}
 

@@ -333,7 +333,7 @@ class Rows:
                 f"{what}: outside {span[0]:g} to {span[1]:g}",
             )
 
-    def parse_flag(self, target: str) -> None:
+    def parse_bool(self, target: str) -> None:
         """Store a column of 0, 1, true or false as bools; missing values are null."""
         what = self.expressions[target]
         values = self._get_numbers(target, "0, 1, true or false")
@@ -724,7 +724,7 @@ class EventParser:
             rows.parse_integer("position")
         for name, label in log.labels.items():
             if label.type == "bool":
-                rows.parse_flag(f"label_{name}")
+                rows.parse_bool(f"label_{name}")
             else:
                 rows.parse_number(f"label_{name}", label.range)
             if label.is_late:

@@ -99,8 +99,8 @@ def add_sessions(
 ) -> pl.DataFrame:
     """Add behaviours of sessions to behaviours of events, sorted by user and `known`.
 
-    At equal times, the behaviours of events come first. Those of sessions have no query
-    and no position (-1), no labels, and the features 0.
+    At equal times, the behaviours of events come first. Session behaviours have
+    `query_index` and `position` -1, null labels and zero features.
 
     Args:
         behaviours: Behaviours of the users of a part.

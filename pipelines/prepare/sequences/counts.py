@@ -106,7 +106,7 @@ def window_counts(
 def count_features(
     counts: np.ndarray, num_rates: int, prior: float, strength: float
 ) -> np.ndarray:
-    """Return the features (E, F) of counts (E, W, M), of which the first is exposures.
+    """Return the features (E, F) of counts (E, W, M) with exposures at M = 0.
 
     Per window they are log(1 + count) of each label, then the rates of the first
     `num_rates` labels after the exposures, smoothed to (count + prior * strength) /

@@ -142,7 +142,7 @@ class Column:
 
     @property
     def is_outcome(self) -> bool:
-        """Whether the name stands for what a user did."""
+        """Whether the name stands for an action of a user."""
         return self.has_word(OUTCOME) and not self.has_word(COMPUTED)
 
     @property

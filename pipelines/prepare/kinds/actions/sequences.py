@@ -211,7 +211,7 @@ class ActionsBuilder(SequenceBuilder):
         return replace(super().read_lookups(run, as_of), items=items)
 
     def create_counter(self, run: Run) -> KeyCounter | None:
-        """Return the counter of the keys other than the user; None without such keys.
+        """Return the counter of keys other than the user, or None if it has no keys.
 
         A user's events are in one part and need no exchange.
         """

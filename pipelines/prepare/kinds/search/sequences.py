@@ -1,6 +1,7 @@
-"""Queries and sequences of a search log: engaged results, and searches with results.
+"""Build `queries` and `sequences` of a search log.
 
-`python -m jobs.prepare` makes them if the source file has
+Behaviours are engaged results; requests are searches with results. `python -m
+jobs.prepare` builds both tables if the source file has
 `prepare: {kind: search, behaviour: click}`.
 
 Shapes: E events of a part, F features.
