@@ -15,10 +15,6 @@ from models.label_loss import (
 LABELS = ("click", "purchase", "share")
 
 
-def to_probability(logit: torch.Tensor) -> float:
-    return 1 / (1 + math.exp(-float(logit)))
-
-
 def compute_loss_by_loop(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -30,7 +26,7 @@ def compute_loss_by_loop(
     for column, name in enumerate(LABELS):
         terms = []
         for row in selected.nonzero().flatten().tolist():
-            chance = to_probability(logits[row, column])
+            chance = 1 / (1 + math.exp(-float(logits[row, column])))
             terms.append(-math.log(chance if labels[row, column] else 1 - chance))
         if terms:
             total += weights.get(name, 1.0) * sum(terms) / len(terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,8 @@ def build_sequence(user: str, behaviours: list[tuple[int, int]]) -> dict[str, An
 def write_tables(tmp_path) -> WriteTables:
     """A function that writes `items` and `sequences` of a log, a few users per part."""
 
-    def write(
-        log: Log, num_items: int, name: str = "tables", users_per_part: int = 3
-    ) -> Path:
-        root = tmp_path / name
+    def write(log: Log, num_items: int) -> Path:
+        root = tmp_path / "tables"
         columns = {
             "item_index": np.arange(num_items, dtype=np.int32),
             "item_id": [f"i{i:05d}" for i in range(num_items)],
@@ -92,7 +91,7 @@ def write_tables(tmp_path) -> WriteTables:
             pa.Table.from_pylist(rows, sequences_schema(events_schema())),
             make_info(RetrievalInfo, kind="retrieval"),
             {"items": items.hash},
-            parts=-(-len(rows) // users_per_part),
+            parts=math.ceil(len(rows) / 3),
         )
         return root
 

@@ -48,18 +48,13 @@ def embed_tokens(model: LcRec, tokens: list[int]) -> Tensor:
     return torch.stack(rows)
 
 
-def compute_states(model: LcRec, tokens: list[int]) -> Tensor:
-    """Return the states (S, D) of the library's pass over one row of tokens."""
-    return run_library(model, embed_tokens(model, tokens))
-
-
 def compute_library_loss(model: LcRec, prompt: list[int], item: Tensor) -> Tensor:
     """Return the cross-entropy over words and codes of the tokens of an item.
 
     The library ignores the label -100, which the tokens of the prompt have.
     """
     tokens = model.backbone.item_tokens(item).tolist()
-    states = compute_states(model, prompt + tokens)
+    states = run_library(model, embed_tokens(model, prompt + tokens))
     lm: Any = model.backbone.lm
     word_logits = lm.get_output_embeddings()(states)
     code_logits = states @ model.decoder.output_weight().T
@@ -94,11 +89,6 @@ def test_loss_and_gradients_equal_the_librarys_with_the_prompt_ignored(kind):
 def titled_tables(tmp_path_factory) -> tuple[str, str]:
     """Tables and semantic IDs of items with titles."""
     return training_tables.write_tables(tmp_path_factory.mktemp("lc_rec"), titles=True)
-
-
-def split_words(text: str) -> list[str]:
-    """Return the words and commas of a text."""
-    return text.lower().replace(",", " ,").split()
 
 
 def read_row(tokens: Tensor, is_real: Tensor, row: int, words: Words) -> str:
@@ -140,7 +130,7 @@ def test_each_task_is_an_instruction_and_its_response(task, titled_setup):
         parts = [read_row(*prompt, row, words) for prompt in prompts]
         prompt_text = " ".join(part for part in parts if part)
         response_text = read_row(*response, row, words)
-        title = " ".join(split_words(titles[item]))
+        title = " ".join(titles[item].lower().replace(",", " ,").split())
         codes = f"c{item % 4} c{4 + item // 4} c10"
         assert prompt_text.startswith("< # # # instruction : ")
         assert prompt_text.endswith("# # # response :")

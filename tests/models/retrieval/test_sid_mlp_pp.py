@@ -28,6 +28,7 @@ from models.training import checkpoint
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.small_retrieval import make_requests_with_lengths
+from tests.models.retrieval.conftest import ENCODER
 
 ITEMS = 24
 TIGER = {
@@ -42,6 +43,7 @@ TIGER = {
     "dropout": 0.0,
 }
 SIZES = {"encoder_layers": 2, "encoder_width": 32}
+STAGE_2 = {"name": "sid_mlp_pp", "teacher": ""}
 make_requests = partial(make_requests_with_lengths, items=ITEMS)
 
 
@@ -171,27 +173,32 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
     assert total["tokens"].item() == is_real.sum().item()
 
 
-def test_stage_2_has_the_frozen_encoder_of_stage_1_and_needs_it_no_more(
-    distillation, tmp_path
-):
-    shutil.copytree(distillation.stage_1, tmp_path / "encoder")
-    options = {"name": "sid_mlp_pp", "teacher": ""}
-    run = distillation.build(**options, encoder=str(tmp_path / "encoder"))
-    checkpoint.save(tmp_path / "student", run.model, run.checkpoint(epoch=1))
-    path = str(tmp_path / "encoder/best")
-    folders = distillation.inputs.folders()
+def test_stage_1_is_evaluated_by_its_error(distillation):
+    path, folders = f"{distillation.stage_1}/best", distillation.inputs.folders()
     result, _ = evaluate(EvaluateConfig(checkpoint=path, **folders))
     assert set(result.metrics) == {"mse", "neg_mse", "r2"}
 
-    encoder, _ = load_model(path, run.catalogue)
-    shutil.rmtree(tmp_path / "encoder")
+
+def test_stage_2_has_the_frozen_encoder_of_stage_1(distillation):
+    run = distillation.build(**STAGE_2, encoder=distillation.stage_1)
+    stage_1, _ = load_model(f"{distillation.stage_1}/best", run.catalogue)
+    encoder_weights = dict(stage_1.backbone.named_parameters())
+    for name, weight in run.model.backbone.named_parameters():
+        assert torch.equal(weight, encoder_weights[name])
+        assert not weight.requires_grad
+
+
+def test_stage_2_loads_without_the_folder_of_stage_1(distillation, tmp_path):
+    encoder = shutil.copytree(distillation.stage_1, tmp_path / "encoder")
+    run = distillation.build(**STAGE_2, encoder=str(encoder))
+    checkpoint.save(tmp_path / "student", run.model, run.checkpoint(epoch=1))
+    shutil.rmtree(encoder)
+
     student, about = load_model(tmp_path / "student", run.catalogue)
 
-    assert not any(p.requires_grad for p in run.model.backbone.parameters())
-    encoder_weights = encoder.backbone.state_dict()
-    for name, value in student.backbone.state_dict().items():
-        assert torch.equal(value, encoder_weights[name])
-    assert about.model["encoder_width"] == 24
+    weights = run.model.state_dict()
+    torch.testing.assert_close(student.state_dict(), weights, rtol=0, atol=0)
+    assert about.model["encoder_width"] == ENCODER["encoder_width"]
 
 
 def test_a_missing_or_wrong_encoder_is_rejected(distillation, tmp_path):
