@@ -15,15 +15,15 @@ from core.options import STRICT, Folder
 from models import registry
 from models.text.pretrained import locate_encoder
 
-SUFFIXES = (".parquet", ".npy")
-"""Suffixes of files of precomputed embeddings."""
+SUFFIXES = (".parquet", ".npy")  # of files of precomputed embeddings
 
 
 def check_encoder(name: str) -> str:
-    """Return the name of a text encoder, or raise UserError if there is none."""
-    if name != "tfidf":
-        locate_encoder(name)
-    return name
+    """Return the name of a text encoder, or raise UserError if there is none.
+
+    Whether `minilm`'s package is there is seen when the encoder is loaded.
+    """
+    return name if name in ("tfidf", "minilm") else locate_encoder(name)
 
 
 Encoder = Annotated[str, AfterValidator(check_encoder)]
