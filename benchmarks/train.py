@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Line, device, in_fresh_process, read_peak_mb, to_line
-from core.options import build, check_known, merge, read_files
+from core.options import build, check_known, merge, merge_config_files
 from core.schemas import Inputs
 from models.registry import build_model_config
 from models.training.fit_config import FitConfig
@@ -56,7 +56,7 @@ def train(
         **options: Values of `model.NAME` and `fit.NAME`.
     """
     check_known(modes, MODES, "modes")
-    content = read_files({"config": config.split(",")})
+    content = merge_config_files({"config": config.split(",")})
     for name, value in options.items():
         section, _, key = name.partition(".")
         content.setdefault(section, {})[key] = value

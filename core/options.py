@@ -115,12 +115,13 @@ class UniqueKeyLoader(yaml.SafeLoader):
         """Construct a mapping, or raise MarkedYAMLError for a duplicate key."""
         keys = set[tuple[str, str]]()
         for key, _ in node.value:
-            if (key.tag, str(key.value)) in keys:
+            typed_key = (key.tag, str(key.value))
+            if typed_key in keys:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value!r} is duplicated",
                     problem_mark=key.start_mark,
                 )
-            keys.add((key.tag, str(key.value)))
+            keys.add(typed_key)
         return super().construct_mapping(node, deep)
 
 
@@ -267,21 +268,23 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
 
 def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
     """Return the nested values of a command line's words and of their files."""
-    return read_files(nest(words, config_class))
+    return merge_config_files(nest(words, config_class))
 
 
-def read_files(content: Mapping[str, Any]) -> dict[str, Any]:
+def merge_config_files(content: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested options over the YAML files that their `config` keys name.
 
     Values of later files replace values of earlier ones.
     """
-    options = {
-        key: read_files(value) if isinstance(value, Mapping) else value
-        for key, value in content.items()
-    }
+    options = dict(content)
     files = options.pop("config", [])
-    files = files if isinstance(files, list) else [files]
-    return merge({}, *(read_files(read_yaml(file)) for file in files), options)
+    if not isinstance(files, list):
+        files = [files]
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            options[key] = merge_config_files(value)
+    layers = [merge_config_files(read_yaml(file)) for file in files]
+    return merge({}, *layers, options)
 
 
 def build(

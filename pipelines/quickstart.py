@@ -35,7 +35,7 @@ from core.options import (
     build,
     changed,
     merge,
-    read_files,
+    merge_config_files,
     read_yaml,
     to_words,
 )
@@ -400,7 +400,7 @@ def plan_models(
             name += suffix
             fit["seed"] = config.seed
         files = [str(CONFIGS / f"{file}.yaml") for file in run.configs]
-        base = read_files({"config": files})
+        base = merge_config_files({"config": files})
         options = {**inputs, "storage": str(runs), "name": name, "fit": fit}
         options["ray"] = {"threads": 1}
         options["model"] = {

@@ -34,8 +34,8 @@ from core.options import (
     Free,
     build,
     merge,
+    merge_config_files,
     path_fields,
-    read_files,
     read_yaml,
 )
 from models.own_code import name_metric
@@ -270,7 +270,7 @@ def load_sweep(config: SweepConfig) -> Sweep:
     given = {name: getattr(config, name) for name in sections if getattr(config, name)}
     files = [grid.config] if isinstance(grid.config, str) else grid.config
     folder = Path(config.grid).parent
-    base = read_files({"config": [str(folder / file) for file in files]})
+    base = merge_config_files({"config": [str(folder / file) for file in files]})
     grid.fixed = merge(base, nest(grid.fixed), given)
 
     name = config.name or grid.name
