@@ -57,13 +57,11 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
     sums |= ranking_sums(logits, labels, request, prefixes)
     if by_user:
         position = batch.candidate_position.clamp(min=0)
-        sums[WITHIN_POSITIONS] = Histogram.from_batch(
-            logits[:, 0], labels[:, 0], position
-        )
-        auc, _ = request_auc(logits[:, 0], labels[:, 0], request)
+        score, label = logits[:, 0], labels[:, 0]
+        sums[WITHIN_POSITIONS] = Histogram.from_batch(score, label, position)
+        auc, _ = request_auc(score, label, request)
         user = batch.user_row[batch.request_row[: len(auc)]]
-        values = PerUserValues.from_batch(user, auc, by_user)
-        sums[f"{PER_USER_PREFIX}gauc"] = values
+        sums[f"{PER_USER_PREFIX}gauc"] = PerUserValues.from_batch(user, auc, by_user)
     return sums
 
 

@@ -152,8 +152,9 @@ class QGS(Ranker):
         nn.init.normal_(self.position.weight, std=0.02)
         self.behaviour_type = None
         if catalogue.session_types:
-            num_types = 1 + len(catalogue.session_types)
-            self.behaviour_type = nn.Embedding(num_types, config.width)
+            self.behaviour_type = nn.Embedding(
+                1 + len(catalogue.session_types), config.width
+            )
         # state of requests without behaviours
         self.start = nn.Parameter(torch.zeros(config.width))
         self.encoder: nn.Module = build_encoder(config)

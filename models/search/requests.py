@@ -36,7 +36,7 @@ examples, `m` requests of the split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -167,6 +167,28 @@ def list_columns(info: SearchInfo) -> list[str]:
     return [*by_user, *session_type, *info.custom.names, *requests]
 
 
+def read_feature_matrix(
+    info: SearchInfo,
+    vectors: pa.Array,
+    read: Callable[[str], pa.Array],
+    num_rows: int,
+) -> Floats:
+    """Return the features (num_rows, F) of `sequences`, then the custom features.
+
+    Args:
+        info: Info of `sequences`.
+        vectors: Flat features of the rows.
+        read: Returns the column of a custom feature, given its name.
+        num_rows: Number of behaviours or candidates.
+    """
+    matrix = vectors.to_numpy().reshape(num_rows, len(info.features))
+    matrix = matrix.astype(np.float32, copy=False)
+    if info.custom.names:
+        custom = {name: read(name) for name in info.custom.names}
+        matrix = np.hstack([matrix, read_features(info.custom, custom, num_rows)])
+    return matrix
+
+
 def decode(table: pa.Table, info: SearchInfo) -> Columns:
     """Decode one part of the sequences of a search log.
 
@@ -191,22 +213,14 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
     def by_candidate(name: str) -> pa.Array:
         return pc.struct_field(requests, name).flatten()
 
-    types = np.zeros(len(item_lists.flatten()), np.int64)
+    num_behaviours = len(item_lists.flatten())
+    num_candidates = len(candidate_lists.flatten())
+    types = np.zeros(num_behaviours, np.int64)
     if info.sessions:
-        names = pa.array(info.sessions)
-        index = pc.index_in(by_behaviour("session_type"), names, skip_nulls=True)
+        index = pc.index_in(
+            by_behaviour("session_type"), pa.array(info.sessions), skip_nulls=True
+        )
         types = pc.fill_null(index, -1).to_numpy() + 1
-    features = []
-    for read, vectors, count in (
-        (by_behaviour, by_behaviour("features").flatten(), len(item_lists.flatten())),
-        (by_candidate, by_candidate("features"), len(candidate_lists.flatten())),
-    ):
-        matrix = vectors.to_numpy().reshape(count, len(info.features))
-        matrix = matrix.astype(np.float32, copy=False)
-        if info.custom.names:
-            custom = {name: read(name) for name in info.custom.names}
-            matrix = np.hstack([matrix, read_features(info.custom, custom, count)])
-        features.append(matrix)
     labels = [
         by_candidate(f"label_{name}").to_numpy(zero_copy_only=False)
         for name in info.labels
@@ -218,7 +232,9 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
         "type": types.astype(np.int8),
         "time": by_behaviour("timestamp_ms").to_numpy(),
         "query": by_behaviour("query_index").to_numpy().astype(np.int32),
-        "history_features": features[0],
+        "history_features": read_feature_matrix(
+            info, by_behaviour("features").flatten(), by_behaviour, num_behaviours
+        ),
         "history_end": by_request("history_end").astype(np.int32),
         "split": decode_splits(pc.struct_field(requests, "split")),
         "request_query": by_request("query_index").astype(np.int32),
@@ -227,7 +243,9 @@ def decode(table: pa.Table, info: SearchInfo) -> Columns:
         "candidate": candidate_lists.flatten().to_numpy(),
         "position": by_candidate("positions").to_numpy(),
         "labels": np.stack(labels, 1),
-        "features": features[1],
+        "features": read_feature_matrix(
+            info, by_candidate("features"), by_candidate, num_candidates
+        ),
     }
 
 
