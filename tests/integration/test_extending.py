@@ -91,7 +91,7 @@ from pipelines.prepare.audit.base import REQUEST
 from pipelines.prepare.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
 
 
-def check_changes(tables, rules, core_users):
+def check_changes(tables, rules):
     requests = request_rows(tables.sequences)
     check_splits(tables, requests, rules["splits"])
     behaviours = behaviour_rows(check_lengths(tables.sequences, rules["behaviours"]))
@@ -101,7 +101,7 @@ def check_changes(tables, rules, core_users):
     asked = requests.with_columns(item_index=pl.col("candidates").list.first())
     again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
     rules["targets"].add_rows(again, REQUEST + ": asks for the item before it")
-    return core_users
+    return tables.core_events.select("user_id").unique()
 '''
 
 KIND_MODEL = '''

@@ -33,9 +33,7 @@ VECTORS = ["tasks", "actions", "features"]
 """List columns with several numbers per event."""
 
 
-def check_actions_tables(
-    tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
-) -> pl.DataFrame:
+def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
     """Check behaviours, splits, tasks, actions and features of `sequences`."""
     info = tables.info
     users = check_lengths(tables.sequences, rules["behaviours"])

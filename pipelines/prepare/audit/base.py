@@ -123,6 +123,35 @@ class Tables:
         ]
         return pl.concat(frames).with_row_index("session")
 
+    @cached_property
+    def core_events(self) -> pl.DataFrame:
+        """`user_id` and `item_id` of the events in the k-core of the catalogue.
+
+        Described items (`items_without_behaviours`) need no k events.
+        """
+        info = self.opened["items"].info
+        behaviours = self.events
+        if info.behaviour:
+            behaviours = self.filter_behaviours(behaviours)
+        core_window_events = behaviours
+        if info.core_window == "train" and info.split.by == "temporal":
+            known = self.known_time_column if info.behaviour else "timestamp_ms"
+            core_window_events = behaviours.filter(
+                pl.col(known) < info.split.val_start_ms
+            )
+        core = max(info.core, 1)
+        is_core_item = pl.len().over("item_id") >= core
+        if info.items_without_behaviours is not None:
+            described = self.catalogue["item_id"].implode()
+            is_core_item |= pl.col("item_id").is_in(described)
+        core_events = core_window_events.select("user_id", "item_id")
+        num_events = -1
+        while core_events.height != num_events:  # the naive algorithm
+            num_events = core_events.height
+            core_events = core_events.filter(pl.len().over("user_id") >= core)
+            core_events = core_events.filter(is_core_item)
+        return core_events
+
     @property
     def info(self) -> Any:
         """`info` of the manifest of `sequences`, of the class of its kind."""

@@ -141,14 +141,11 @@ def check_rows(tables: Tables, rule: Rule) -> None:
             )
 
 
-def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
+def check_catalogue(tables: Tables, rule: Rule) -> None:
     """Check the `items` table against the k-core of the events.
 
     A catalogue of described items (`items_without_behaviours`) also has items without
     behaviours.
-
-    Returns:
-        The users (`user_id`) in the k-core.
     """
     items, table = tables.catalogue, tables.opened["items"]
     info = table.info
@@ -164,20 +161,13 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
         ordered.filter("is_wrong"),
         "item {item_id}: index {item_index} in row {row}, after {previous}",
     )
-    core, split = info.core, info.split
+    core = info.core
     num_described = info.items_without_behaviours
-    events = tables.events
+    behaviours = tables.events
     if info.behaviour:
-        events = tables.filter_behaviours(events)
-    num_unused = items.join(events, on="item_id", how="anti").height
-    protected = items["item_id"]
-    if num_described is None:
-        protected = protected.clear()
-    if info.core_window == "train" and split.by == "temporal":
-        known = tables.known_time_column if info.behaviour else "timestamp_ms"
-        events = events.filter(pl.col(known) < split.val_start_ms)
-    core_events = _filter_core(events, max(core, 1), protected)
-    core_items = core_events.select("item_id").unique()
+        behaviours = tables.filter_behaviours(behaviours)
+    num_unused = items.join(behaviours, on="item_id", how="anti").height
+    core_items = tables.core_events.select("item_id").unique()
     if num_described is None:
         rule.add_rows(
             items.join(core_items, on="item_id", how="anti"),
@@ -194,13 +184,12 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
         "item {item_id}: in the {core}-core of events, but not in the catalogue",
         core=core,
     )
-    if core > 1 and info.core_window == "all" and split.by == "temporal":
+    if core > 1 and info.core_window == "all" and info.split.by == "temporal":
         rule.note = (
             f"the {core}-core was computed on the whole log including validation and "
             f"test (core_window: all), as in papers; core_window: train uses only the "
             f"training window"
         )
-    return core_events.select("user_id").unique()
 
 
 def check_texts(tables: Tables, rule: Rule) -> None:
@@ -220,18 +209,6 @@ def check_texts(tables: Tables, rule: Rule) -> None:
             joined.filter(pl.col(name).ne_missing(pl.col("expected"))).sort("item_id"),
             f"item {{item_id}}: {name} is {{{name}}}, events give {{expected}}",
         )
-
-
-def _filter_core(events: pl.DataFrame, core: int, protected: pl.Series) -> pl.DataFrame:
-    """Return the events of the k-core, by the naive algorithm."""
-    is_protected = pl.col("item_id").is_in(protected.implode())
-    while True:
-        remaining = events.filter(pl.len().over("user_id") >= core)
-        has_events = pl.len().over("item_id") >= core
-        remaining = remaining.filter(has_events | is_protected)
-        if remaining.height == events.height:
-            return remaining
-        events = remaining
 
 
 def check_users(tables: Tables, expected: pl.DataFrame, rule: Rule) -> None:

@@ -16,9 +16,7 @@ from pipelines.prepare.audit.sequences import (
 )
 
 
-def check_retrieval_tables(
-    tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
-) -> pl.DataFrame:
+def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
     """Check behaviours, histories, targets, splits and counts of `sequences`."""
     rows = unfold(tables, rules)
     expected = expected_behaviours(tables, tables.users_events)
@@ -57,4 +55,4 @@ def check_retrieval_tables(
         "truncated_events": int(excess.clip(0).sum()),
     }
     check_counts(tables, counts, rules["counts"])
-    return core_users
+    return tables.core_events.select("user_id").unique()

@@ -60,8 +60,8 @@ KINDS = {
     "search": check_search_tables,
     "actions": check_actions_tables,
 }
-"""Checks of `sequences` by kind. They return the users that the table must contain,
-given the users in the k-core."""
+"""Checks of `sequences` by kind. They return the users (`user_id`) that the table must
+contain."""
 
 
 def audit_tables(uri: str) -> None:
@@ -112,10 +112,10 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         check_inputs(tables, rules["inputs"])
         progress("events")
         check_events(tables, rules)
-        core_users = check_catalogue(tables, rules["catalogue"])
+        check_catalogue(tables, rules["catalogue"])
         check_texts(tables, rules["texts"])
         progress("sequences")
-        users = KINDS[sequences.info.kind](tables, rules, core_users)
+        users = KINDS[sequences.info.kind](tables, rules)
         check_users(tables, users, rules["users"])
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(

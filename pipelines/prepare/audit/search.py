@@ -39,10 +39,16 @@ REQUEST_KEYS = ["user_id", "request_id", "alone"]
 """Columns that identify the search of an event; `read_log` adds `alone`."""
 
 
-def check_search_tables(
-    tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
-) -> pl.DataFrame:
-    """Check `queries`, and the behaviours, requests and features of `sequences`."""
+def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
+    """Check `queries`, and the behaviours, requests and features of `sequences`.
+
+    Args:
+        tables: The audited tables.
+        rules: Rules by name, to which violations are added in place.
+
+    Returns:
+        The users (`user_id`) with a candidate, whom `sequences` must have.
+    """
     queries = read_queries(tables)
     check_queries(tables, queries, rules["queries"])
     rows = unfold(tables, rules)
