@@ -18,6 +18,7 @@ training), `D` width, `E` edges of the trie, `C_l` codes of level l.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -120,18 +121,21 @@ class SidSASRec(SASRec):
         """
         states, trie = self.last_states(batch), self.item.trie
         beam = beam or self.config.beam
-        num_found = min(beam * trie.max_branching[-1], trie.edges[-1])
-        items, scores = beam_search(
+        search = partial(
+            beam_search,
             NodeScorer(states, self.item),
             trie,
-            max(k, num_found) if self.config.rerank else k,
-            beam,
+            beam=beam,
             children=True,
             allowed=batch.allowed,
         )
         if not self.config.rerank:
-            return items, scores
+            return search(k)
+        # rerank all children of the last beams; at least k, so that top_k needs no
+        # padding
+        num_found = min(beam * trie.max_branching[-1], trie.edges[-1])
+        items, scores = search(max(k, num_found))
         log_probs = (states @ self.item.weight.T).log_softmax(-1)
-        scores = scores + log_probs.gather(1, items.clamp(min=0))
+        scores += log_probs.gather(1, items.clamp(min=0))
         position, scores = top_k(scores, k)
         return items.gather(1, position), scores
