@@ -127,19 +127,22 @@ def add_sessions(
     return joined.sort("user", "known", maintain_order=True)
 
 
-def report_missing(
+def check_matched(
     run: Run,
     tables: dict[str, Table[AsOfInfo]],
     num_events: int,
     count: Counter[str],
 ) -> None:
-    """Report how many events have no earlier row in each table.
+    """Check that each table matches events, and report how many have no earlier row.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
         tables: The tables, by name.
         num_events: Number of events of the log.
         count: Counts of `join_as_of` over all parts.
+
+    Raises:
+        UserError: If a table has no row before any event.
     """
     for name in tables:
         num_missing = count[f"nothing_of_{name}"]

@@ -46,9 +46,9 @@ from pipelines.prepare.run import Run
 from pipelines.prepare.sequences.as_of import (
     PREFIX,
     add_sessions,
+    check_matched,
     join_as_of,
     make_timed_tables,
-    report_missing,
 )
 from pipelines.prepare.sequences.counts import (
     KeyCounter,
@@ -377,7 +377,7 @@ def make_sequences(
     as_of = {name: table for name, table in made.items() if name.startswith(PREFIX)}
     built = build_parts(run, builder, events, as_of)
     count = built.count
-    report_missing(run, as_of, events.rows, count)
+    check_matched(run, as_of, events.rows, count)
     info = builder.info_class(
         kind=config.kind,
         users=count["users"],
