@@ -21,6 +21,7 @@ import torch
 from core.errors import UserError, pluralize
 from core.files import absolute, join
 from core.schemas import (
+    SIDS,
     Drift,
     EmbeddingsInfo,
     ItemsInfo,
@@ -60,8 +61,8 @@ from pipelines.encode.tokenize import (
     read_quantizer,
     settings_of_codes,
     tokenize,
+    write_codes,
     write_quantizer,
-    write_sids,
     write_trie,
 )
 
@@ -302,8 +303,8 @@ def extend(
             write_quantizer(
                 join(output, "quantizer"),
                 arrays,
-                config=old.config,
-                inputs=old.inputs,
+                old.config,
+                old.inputs,
             )
         codebooks = arrays["codebooks"]
         sizes = old.info.codebook_sizes
@@ -331,9 +332,11 @@ def extend(
         levels = measure_levels(quantized, sizes[:num_levels])
         drift = measure_drift(vectors, quantized, nearest, codebooks, num_fit)
         items_hash = embeddings.inputs["items"]
-        sids = write_sids(
+        sids = commit(
             sids_uri,
-            codes,
+            "sids",
+            SIDS,
+            [write_codes(sids_uri, codes)],
             config=old.config,
             inputs={"items": items_hash, "embeddings": embeddings.hash},
             info=replace(

@@ -34,6 +34,7 @@ from core.schemas import (
     TrieInfo,
 )
 from core.tables import (
+    Part,
     Table,
     check_replaceable,
     clear,
@@ -68,6 +69,7 @@ from pipelines.encode.texts import (
     find_finished,
     find_precomputed,
     read_embeddings,
+    to_list_column,
 )
 from pipelines.start import start_ray
 
@@ -175,13 +177,19 @@ def _make_unique(
     return codes, replace(info, codebook_sizes=sizes, measures=measures)
 
 
-def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
+def write_quantizer(
+    uri: str,
+    arrays: dict[str, np.ndarray],
+    config: dict[str, Any],
+    inputs: dict[str, str],
+) -> None:
     """Write the `quantizer` table, from which new items get their codes.
 
     Args:
         uri: Folder of the table.
         arrays: Arrays of the tokenizer by name.
-        **manifest: Arguments of `commit`.
+        config: Settings of the codes.
+        inputs: Hashes of the tables that the arrays were fitted on, by name.
     """
     rows = [
         {"name": name, "shape": values.shape, "values": values.ravel()}
@@ -194,7 +202,8 @@ def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) ->
         QUANTIZER,
         [write_part(uri, table, use_dictionary=False)],
         info=QuantizerInfo(),
-        **manifest,
+        config=config,
+        inputs=inputs,
     )
 
 
@@ -208,20 +217,15 @@ def read_quantizer(uri: str) -> dict[str, np.ndarray]:
     }
 
 
-def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Table[SidsInfo]:
-    """Write the `sids` table of codes (N, C).
+def write_codes(uri: str, codes: np.ndarray) -> Part:
+    """Write the part of the `sids` table; the manifest is left to the caller.
 
     Args:
         uri: Folder of the table.
-        codes: Codes of all items, ordered by item_index.
-        **manifest: Arguments of `commit`.
+        codes: Codes (N, C) of all items, ordered by item_index.
     """
-    num_items, num_levels = codes.shape
-    offsets = pa.array(np.arange(0, codes.size + 1, num_levels), pa.int32())
-    lists = pa.ListArray.from_arrays(offsets, pa.array(codes.reshape(-1), pa.uint16()))
-    item_index = pa.array(np.arange(num_items), pa.int32())
-    table = pa.Table.from_arrays([item_index, lists], schema=SIDS)
-    return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
+    columns = [pa.array(np.arange(len(codes))), to_list_column(codes)]
+    return write_part(uri, pa.Table.from_arrays(columns, SIDS.names).cast(SIDS))
 
 
 def read_codes(sids: Table[SidsInfo]) -> np.ndarray:
@@ -304,7 +308,7 @@ def tokenize(
             f"number of items"
         )
     settings, inputs = settings_of_codes(tokenizer), {"items": items.hash}
-    quantizer_uri = join(output, "quantizer")
+    quantizer_uri, sids_uri = join(output, "quantizer"), join(output, "sids")
     embeddings = sequences = sids = trie = None
     with writing(output):
         uri = embeddings_uri(config)
@@ -327,7 +331,7 @@ def tokenize(
             sequences = open_table(join(config.tables, "sequences"), RetrievalInfo)
             inputs["sequences"] = sequences.hash
         if not config.overwrite:
-            sids = find_finished(join(output, "sids"), SidsInfo, settings, inputs)
+            sids = find_finished(sids_uri, SidsInfo, settings, inputs)
             trie = find_table(join(output, "trie"), TrieInfo) if sids else None
             if trie and sids and trie.inputs != {"sids": sids.hash}:
                 trie = None
@@ -346,7 +350,7 @@ def tokenize(
                 )
                 num_levels, codebook_size, _ = arrays["codebooks"].shape
                 sizes = [codebook_size] * num_levels
-                write_quantizer(quantizer_uri, arrays, config=settings, inputs=inputs)
+                write_quantizer(quantizer_uri, arrays, settings, inputs)
             has_duplicates = measure_collisions(codes).duplicates > 0
             info = SidsInfo(
                 codebook_sizes=sizes,
@@ -356,9 +360,11 @@ def tokenize(
                 measures=measures,
             )
             codes, info = _make_unique(codes, info, say)
-            sids = write_sids(
-                join(output, "sids"),
-                codes,
+            sids = commit(
+                sids_uri,
+                "sids",
+                SIDS,
+                [write_codes(sids_uri, codes)],
                 config=settings,
                 inputs=inputs,
                 info=info,
