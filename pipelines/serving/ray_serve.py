@@ -26,11 +26,10 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Hashable
 from itertools import accumulate, chain, pairwise
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
@@ -81,6 +80,13 @@ class Options(BaseModel, extra="forbid"):
     """Largest number of requests that are ranked together."""
     batch_wait_timeout_s: float = Field(default=0.002, ge=0)
     """Seconds that a request waits for others to be ranked with."""
+
+
+class ParsedRequest(NamedTuple):
+    """The body of a request, and the `ServedModel` that parsed and answers it."""
+
+    model: Any
+    body: Any
 
 
 def resolve_version(model: str) -> str:
@@ -200,7 +206,7 @@ class Replica:
         data = await read_body(request)
         try:
             body = served.read_body(data, request.headers.get("content-type"))
-            answer = await self.answer_batched((served, body))
+            answer = await self.answer_batched(ParsedRequest(served, body))
             if isinstance(answer, Exception):
                 raise answer
         except MlflowException as error:
@@ -213,29 +219,27 @@ class Replica:
 
     @serve.batch
     async def answer_batched(
-        self, requests: list[tuple[Any, Any]]
+        self, requests: list[ParsedRequest]
     ) -> list[str | Exception]:
         """Answer a batch of requests in a thread, while other requests are parsed.
-
-        Args:
-            requests: The `ServedModel` that has parsed each request, and its body.
 
         Returns:
             The JSON body or the error of each request.
         """
         return await asyncio.to_thread(self.answer, requests)
 
-    def answer(self, requests: list[tuple[Any, Any]]) -> list[str | Exception]:
+    def answer(self, requests: list[ParsedRequest]) -> list[str | Exception]:
         """Answer requests with one call per model and params."""
-        groups: dict[Hashable, list[int]] = defaultdict(list)
-        for index, (served, body) in enumerate(requests):
-            groups[id(served), body.params.model_dump_json()].append(index)
+        # the model may change between requests
+        groups: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for index, (model, body) in enumerate(requests):
+            groups[id(model), body.params.model_dump_json()].append(index)
         answers: dict[int, str | Exception] = {}
         for indices in groups.values():
-            served = requests[indices[0]][0]
-            bodies = [requests[index][1] for index in indices]
-            answers |= zip(indices, answer_together(served, bodies), strict=True)
-        return [answers[index] for index in range(len(requests))]
+            model = requests[indices[0]].model
+            bodies = [requests[index].body for index in indices]
+            answers |= zip(indices, answer_together(model, bodies), strict=True)
+        return [answers[index] for index in sorted(answers)]
 
 
 def answer_together(served: Any, bodies: list[Any]) -> list[str | Exception]:

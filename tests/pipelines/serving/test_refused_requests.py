@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
 
 from pipelines.serving import package
-from pipelines.serving.ray_serve import Replica
+from pipelines.serving.ray_serve import ParsedRequest, Replica
 from pipelines.serving.registered_model import register
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
@@ -63,7 +63,7 @@ def servers(served) -> Servers:
     return clients
 
 
-async def answer_alone(replica: Any, request: tuple[Any, Any]) -> str | Exception:
+async def answer_alone(replica: Any, request: ParsedRequest) -> str | Exception:
     """Answer a request without waiting for others."""
     return replica.answer([request])[0]
 
