@@ -146,14 +146,14 @@ class Grid:
     """Name of the grid; by default the name of the file."""
     source: str
     """Paper and the section, table or figure that documents the values."""
-    config: str | list[str] = field(default_factory=list)
-    """Base configs of jobs.train, relative to the grid file; later files win."""
+    config: str = ""
+    """Base config of jobs.train, relative to the grid file."""
     job: Literal["train", "evaluate"] = "train"
     """Whether a trial trains a model or evaluates a trained checkpoint."""
     axes: dict[str, list[Any] | None] = field(default_factory=dict)
     """Values by dotted key; the trials are their product. The user gives the values of
     an axis that has none."""
-    together: list[list[str]] = field(default_factory=list)
+    together: list[Annotated[list[str], Field(min_length=1)]] = field(default_factory=list)
     """Groups of axes that are zipped instead of multiplied: the first value of one goes
     with the first value of the others, and so on."""
     points: list[Point] = field(default_factory=list)
@@ -185,7 +185,9 @@ class Grid:
 
     def list_points(self) -> list[Point]:
         """Return the points of the whole grid, the last axis varying fastest."""
-        grouped = set(itertools.chain(*self.together))
+        grouped = list(itertools.chain(*self.together))
+        if len(set(grouped)) < len(grouped):
+            raise UserError(f"together is {self.together}; an axis is in two groups")
         single = [[key] for key in self.axes if key not in grouped]
         factors = [self.points] if self.points else []
         for keys in [*self.together, *single]:
@@ -255,10 +257,9 @@ def load_sweep(config: SweepConfig) -> Sweep:
     if config.smoke:
         smoke = build(Grid, content).smoke
         content = merge({**content, "scheduler": {}}, smoke)
-    content = merge(content, {"axes": config.axes})
-    if config.samples:
-        content["samples"] = config.samples
     grid = build(Grid, content)
+    grid.axes |= config.axes
+    grid.samples = config.samples or grid.samples
     split, _, metric = grid.metric.partition("/")
     grid.metric = f"{split}/{name_metric(metric)}"
     sections = ("model", "fit", "evaluate")
@@ -268,9 +269,8 @@ def load_sweep(config: SweepConfig) -> Sweep:
             cause = "axes" if key in grid.keys else ""
             raise UserError(f"'{key}' is set by the grid {grid.name}", cause)
     given = {name: getattr(config, name) for name in sections if getattr(config, name)}
-    files = [grid.config] if isinstance(grid.config, str) else grid.config
-    folder = Path(config.grid).parent
-    base = merge_config_files({"config": [str(folder / file) for file in files]})
+    files = [str(Path(config.grid).parent / grid.config)] if grid.config else []
+    base = merge_config_files({"config": files})
     grid.fixed = merge(base, nest(grid.fixed), given)
 
     name = config.name or grid.name
@@ -317,8 +317,9 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "experiment": config.experiment,
         "log_model": False,
     }
-    if taken := [key for key in point if key.startswith((*fixed, "fit.metric"))]:
-        raise UserError(f"'{taken[0]}' is set by the sweep, and is no axis")
+    for key in point:
+        if key == "fit" or key.startswith((*fixed, "fit.metric")):
+            raise UserError(f"'{key}' is set by the sweep, and is no axis")
     metric = {"fit": {"metric": sweep.metric}}
     training = build(TrainConfig, merge(content, metric, fixed))
     # trials run in other folders

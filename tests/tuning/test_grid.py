@@ -104,7 +104,7 @@ def test_axes_in_together_vary_in_parallel(load):
     ("message", "axes", "options", "keys"),
     [
         ("'fit.lr' is set by the grid", {"fit.lr": [1]}, {"fit": {"lr": 1}}, {}),
-        ("'fit.metric' is set", {}, {"fit": {"metric": "mrr"}}, {}),
+        ("'fit' is set by the sweep", {"fit": [1, 2]}, {}, {}),
         ("unknown key 'fit.l'", {"fit.l": [1]}, {}, {}),
         (r"fit.lr of the grid g have \[0\] values", {"fit.lr": []}, {}, {}),
         (
@@ -113,9 +113,9 @@ def test_axes_in_together_vary_in_parallel(load):
             {},
             {"together": [["fit.lr", "fit.seed"]]},
         ),
-        ("metric is 'ndcg@10'", {}, {}, {"metric": "ndcg@10"}),
+        (r"axes is \['fit.lr'\]", ["fit.lr"], {}, {}),
         ("missing: evaluate.checkpoint", {}, {}, {"job": "evaluate", "fixed": {}}),
-        ("published.0.metric", {}, {}, {"published": [{"point": {}, "metric": {}}]}),
+        ("in two groups", {}, {}, {"together": [["fit.lr"], ["fit.lr"]]}),
     ],
 )
 def test_wrong_grids_are_refused(message, axes, options, keys, load):
