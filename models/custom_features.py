@@ -129,10 +129,11 @@ class CustomInputs(Standardised, EmbeddingTables):
             dropout: Fraction of category values that are replaced by the unknown value
                 in training, so that its embedding is learned.
         """
+        numbers = [number.name for number in features.numbers]
         super().__init__(
             torch.tensor([number.mean for number in features.numbers]),
             torch.tensor([number.std for number in features.numbers]),
-            [number.name for number in features.numbers],
+            numbers,
         )
         self.num_numbers, self.dropout = len(features.numbers), dropout
         optional = [i for i, number in enumerate(features.numbers) if number.missing]
@@ -148,7 +149,6 @@ class CustomInputs(Standardised, EmbeddingTables):
             for category in features.categories
         )
         self.row_names = [None if c.buckets else c.values for c in features.categories]
-        numbers = [number.name for number in features.numbers]
         self.columns = numbers + [numbers[i] for i in optional]
         for category in features.categories:
             self.columns += [category.name] * width

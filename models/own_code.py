@@ -30,7 +30,6 @@ SOURCES: dict[str, str] = {}
 
 
 IMPORT = re.compile(r"^(\s*(?:from|import) )(core|models)(?=\.\w| import)", re.M)
-"""An import of `core` or `models`."""
 
 
 def move_imports(source: str, prefix: str) -> str:
@@ -61,15 +60,20 @@ def _run(file: str, source: str) -> str:
     return key
 
 
-def find_class(name: str) -> Any:
-    """Return a class in a file that runs in this process, by `KEY:CLASS`."""
+def find_class(name: str, what: str = "class", attribute: str = "__name__") -> Any:
+    """Return a class in a file that runs in this process, by `KEY:CLASS`.
+
+    Raises:
+        UserError: If the class lacks the attribute, and so is not a `what`.
+    """
     key, _, class_name = name.rpartition(":")
     if key not in SOURCES:
         raise UserError(f"'{name}' is in no file that may run here", "code")
     module = sys.modules[f"own_code_{key.rpartition('@')[2]}"]
-    if class_name not in vars(module):
-        raise UserError(f"{key} has no class '{class_name}'")
-    return vars(module)[class_name]
+    found = vars(module).get(class_name)
+    if not hasattr(found, attribute):
+        raise UserError(f"{name} is not a {what}")
+    return found
 
 
 def find_sources(model: Mapping[str, Any]) -> dict[str, str]:
@@ -115,7 +119,7 @@ def name_metric(name: str) -> str:
         return name
     from models.metrics.metric import TOP
 
-    return f"{find_class(run_file(name)).name}@{TOP}"
+    return f"{find_class(run_file(name), 'metric', 'is_printed').name}@{TOP}"
 
 
 MetricName = Annotated[str, BeforeValidator(name_metric)]

@@ -84,27 +84,27 @@ CLASSES = {"model": MODELS, "tokenizer": TOKENIZERS}
 
 def find(name: str) -> type[Model]:
     """Import and return the class of a model."""
-    return _import_class("model.", MODELS, name)  # type: ignore[no-any-return]
+    return _import_class("model", name)  # type: ignore[no-any-return]
 
 
 def find_tokenizer(name: str) -> type[Tokenizer]:
     """Import and return the class of a tokenizer."""
-    return _import_class("tokenizer.", TOKENIZERS, name)  # type: ignore[no-any-return]
+    return _import_class("tokenizer", name)  # type: ignore[no-any-return]
 
 
-def _import_class(prefix: str, entries: Mapping[str, str], name: str) -> Any:
-    """Import and return the class of a name, which is the value of `{prefix}name`."""
+def _import_class(what: str, name: str, prefix: str = "") -> Any:
+    """Import and return the class of a name, the value of `{prefix}{what}.name`."""
     if ":" in name:
-        found = own_code.find_class(name)
+        found = own_code.find_class(name, what, "config_class")
         found.name = name
         return found
-    check_known([name], entries, f"{prefix}name")
-    module, class_name = entries[name].split(":")
+    check_known([name], CLASSES[what], f"{prefix}{what}.name")
+    module, class_name = CLASSES[what][name].split(":")
     module = module.removeprefix("models")  # this package may have another name
     return getattr(importlib.import_module(module, __package__), class_name)
 
 
-def build_config(what: str, options: Any, prefix: str | None = None) -> Any:
+def build_config(what: str, options: Any, prefix: str = "") -> Any:
     """Build the config of the model or tokenizer that options name.
 
     Args:
@@ -114,11 +114,10 @@ def build_config(what: str, options: Any, prefix: str | None = None) -> Any:
     """
     if isinstance(options, NamedConfig):
         return options
-    prefix = f"{prefix or ''}{what}."
     if not options.get("name"):
-        raise UserError(f"missing: {prefix}name")
-    named_class = _import_class(prefix, CLASSES[what], str(options["name"]))
-    return build(named_class.config_class, options, prefix)
+        raise UserError(f"missing: {prefix}{what}.name")
+    named_class = _import_class(what, str(options["name"]), prefix)
+    return build(named_class.config_class, options, f"{prefix}{what}.")
 
 
 def build_model_config(options: Any) -> Any:
@@ -143,7 +142,7 @@ def name_class(options: Any) -> Any:
 def _build_section(what: str) -> BeforeValidator:
     """Return a validator that builds the config of the class under a value's `name`."""
     return BeforeValidator(
-        lambda value, info: build_config(what, name_class(value), info.context)
+        lambda value, info: build_config(what, name_class(value), info.context or "")
     )
 
 

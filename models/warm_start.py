@@ -98,17 +98,13 @@ def load_extended_weights(
             f"{min(differing_tasks)}",
             "init",
         )
-    messages = []
-    if trains:
-        messages += replace_constant_scales(model, saved)
-    modules = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, EmbeddingTables)
-    }
+    messages = replace_constant_scales(model, saved) if trains else []
+    modules = dict(model.named_modules())
     catalogue_buffers = set()
     row_names = {}  # in the checkpoint and in the model, by the name of the weights
     for path, module in modules.items():
+        if not isinstance(module, EmbeddingTables):
+            continue
         catalogue_buffers |= {f"{path}.{name}" for name in module.catalogue_buffers}
         old_names = metadata.learned.get("names", {}).get(path, ())
         # not strict: a table without a partner is refused when the weights are copied
@@ -142,7 +138,8 @@ def load_extended_weights(
             # new items are zeros in a buffer, and in a module that has learned the
             # unknown item as a zero vector; otherwise they are the mean of old items
             tables = modules.get(name.partition(".tables.")[0])
-            if name not in parameters or (tables and tables.new_items_are_zeros):
+            are_zeros = getattr(tables, "new_items_are_zeros", False)
+            if name not in parameters or are_zeros:
                 row = torch.zeros_like(weights[:1])
             else:
                 row = weights.mean(0, keepdim=True)

@@ -153,7 +153,9 @@ class Grid:
     axes: dict[str, list[Any] | None] = field(default_factory=dict)
     """Values by dotted key; the trials are their product. The user gives the values of
     an axis that has none."""
-    together: list[Annotated[list[str], Field(min_length=1)]] = field(default_factory=list)
+    together: list[Annotated[list[str], Field(min_length=1)]] = field(
+        default_factory=list
+    )
     """Groups of axes that are zipped instead of multiplied: the first value of one goes
     with the first value of the others, and so on."""
     points: list[Point] = field(default_factory=list)

@@ -62,11 +62,11 @@ SASREC = f"{TRAIN}/sasrec.yaml --tables {{tables}}"
 TOKENIZE = "tokenize --tables {tables} --output {runs}/out"
 WRONG_LINES = [
     (f"{SASREC} --fit.metric ndcg10", "the nearest is 'ndcg@10'"),
-    (f"{SASREC} --name a/b", "'a/b'"),
+    (f"{SASREC} --fit.metric core/errors.py:UserError", "is not a metric"),
     (f"{SASREC} --fit.lrr 1", "'fit.lr'"),
     (f"{SASREC} --ray.use_gpu true --ray.num_workers 2", "ray.use_gpu is true"),
     (f"{SASREC} --model.name tiger", "'model.dim' of tiger"),
-    (f"{SASREC} --model.name tigre", "'tiger'"),
+    (f"{SASREC} --model.name core/errors.py:UserError", "is not a model"),
     (f"{TRAIN}/sasrec.yaml --tables=", "tables is ''"),
     (f"{SASREC} --model tiger", "needs sids; give --sids"),
     ("train --tables {tables} --storage {runs} --name new", "missing: model"),
