@@ -365,13 +365,13 @@ def describe_error(
 
 def locate(path: Iterable[Any], content: Any) -> str:
     """Return the dotted key of an error, without the names of union members."""
-    keys: list[str] = []
+    keys = list[str]()
     for part in path:
-        if not isinstance(content, Mapping | list):
+        kind = list if isinstance(part, int) else Mapping
+        if not isinstance(content, kind):
             break
         keys.append(str(part))
-        is_item = isinstance(content, list) or part in content
-        content = content[part] if is_item else None
+        content = content[part] if kind is list or part in content else None
     return ".".join(keys)
 
 

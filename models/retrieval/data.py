@@ -59,7 +59,7 @@ class Catalogue:
         """
         versions = inputs.versions(cls.tables, RetrievalInfo)
         num_items = versions["items"].rows
-        if inputs.sids is None:
+        if not inputs.sids:
             return cls(num_items, versions=versions)
 
         sizes = tuple(versions["sids"].info.codebook_sizes)
