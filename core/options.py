@@ -215,8 +215,8 @@ def list_options(config_class: Any, prefix: str = "") -> Iterator[Option]:
         )
 
 
-def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
-    """Return the nested values of a command line's words.
+def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
+    """Return the nested values of a command line's words and of their files.
 
     A flag without a value is true. Lists and mappings are YAML; text is converted by
     the types of the config. A repeated option of a list has several items. Text for a
@@ -263,18 +263,14 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
             node[name]["name"] = value
         else:
             node[name] = value
-    return content
+    return merge_config_files(content)
 
 
-def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
-    """Return the nested values of a command line's words and of their files."""
-    return merge_config_files(nest(words, config_class))
-
-
-def merge_config_files(content: Mapping[str, Any]) -> dict[str, Any]:
+def merge_config_files(content: Mapping[str, Any], *opened: str) -> dict[str, Any]:
     """Merge nested options over the YAML files that their `config` keys name.
 
-    Values of later files replace values of earlier ones.
+    Values of later files replace values of earlier ones. `opened` has the files from
+    which the options come, none of which may be named again.
     """
     options = dict(content)
     files = options.pop("config", [])
@@ -282,8 +278,12 @@ def merge_config_files(content: Mapping[str, Any]) -> dict[str, Any]:
         files = [files]
     for key, value in options.items():
         if isinstance(value, Mapping):
-            options[key] = merge_config_files(value)
-    layers = [merge_config_files(read_yaml(file)) for file in files]
+            options[key] = merge_config_files(value, *opened)
+    layers = []
+    for file in files:
+        if file in opened:
+            raise UserError(f"config is {file}, which names itself")
+        layers.append(merge_config_files(read_yaml(file), *opened, file))
     return merge({}, *layers, options)
 
 
