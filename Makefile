@@ -1,5 +1,5 @@
 # make quickstart [DATA=folder [SOURCE=mapping.yaml]]   the whole flow, on a simulated log or on a real one
-# make test                       unit and property tests, and a real run of each thing a user does: 10 minutes on 2 cores
+# make test                       unit and property tests, and a real run of each thing a user does: 6 minutes on 2 cores
 # make test-all                   everything else: kills, faults, S3 and random examples
 # make test-fast                  those that start no Ray, no server and no training
 # make test-ray RAY=2.60.0        those of data and training with another version of Ray
