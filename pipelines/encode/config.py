@@ -19,9 +19,9 @@ SUFFIXES = (".parquet", ".npy")  # of files of precomputed embeddings
 
 
 def check_encoder(name: str) -> str:
-    """Return the name of a text encoder, or raise UserError if there is none.
+    """Return the name of a text encoder, or raise UserError for an unknown name.
 
-    Whether `minilm`'s package is there is seen when the encoder is loaded.
+    The package of `minilm` is needed only when the encoder is loaded.
     """
     return name if name in ("tfidf", "minilm") else locate_encoder(name)
 
