@@ -1,4 +1,4 @@
-"""Normalisation of ids in raw logs and served requests.
+"""Normalisation of ids in raw logs and served requests, and hashes of ids.
 
 clean_id(" 12.0 ")   # "12"
 """
@@ -10,6 +10,10 @@ import unicodedata
 from decimal import Decimal
 from numbers import Integral
 from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 BLANKS = (
     " \t\r\n\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004"
@@ -89,3 +93,36 @@ def parse_item_id(value: Any) -> str:
             f"an id has {len(text):,} characters, the limit is {MAX_SERVED_ID:,}"
         )
     return clean_id(text) or text
+
+
+FNV_PRIME = 0x100000001B3
+"""Base of the polynomial in `hash_strings`, which wraps at 64 bits."""
+
+
+def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
+    """Return a stable, non-negative 63-bit hash of each string.
+
+    The hash is a polynomial over the string's bytes, mixed by the finaliser of
+    SplitMix64.
+    """
+    binary = strings.cast(pa.large_binary())
+    if len(binary) == 0:
+        return np.zeros(0, np.int64)
+    _, offset_buffer, data_buffer = binary.buffers()
+    first, last = binary.offset, binary.offset + len(binary)
+    offsets = np.frombuffer(offset_buffer, np.int64)[first : last + 1]
+    if offsets[-1] == offsets[0]:
+        return np.zeros(len(binary), np.int64)
+    # (n,) bytes of all strings, end to end
+    data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
+    offsets = offsets - offsets[0]
+    lengths = np.diff(offsets)
+    powers = np.cumprod(np.full(int(lengths.max()), FNV_PRIME, np.uint64))
+    position = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
+    terms = (data.astype(np.uint64) + np.uint64(1)) * powers[position]
+    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+    value = totals[offsets[1:]] - totals[offsets[:-1]]  # (strings,)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value = value ^ (value >> np.uint64(31))
+    return (value >> np.uint64(1)).astype(np.int64)

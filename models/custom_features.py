@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from core.ids import hash_strings
 from core.schemas import Category, CustomFeatures
-from models.dataset.columns import hash_strings
 from models.layers.standardised import Standardised
 from models.warm_start import EmbeddingTables
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import pluralize
-from models.dataset.columns import hash_strings
+from core.ids import hash_strings
 from models.layers.standardised import Standardised
 from models.training.checkpoint import (
     WEIGHTS,

@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, Field
 
-from core.ids import MAX_SERVED_ID, clean_id
+from core.ids import MAX_SERVED_ID, clean_id, hash_strings
 from core.options import STRICT
 from core.ragged import (
     find_rows,
@@ -53,7 +53,6 @@ from models.dataset.batch import PAD, Batch, to_tensor
 from models.dataset.columns import (
     Columns,
     decode_splits,
-    hash_strings,
     request_columns,
 )
 from models.dataset.dataset import (
