@@ -37,26 +37,6 @@ WINDOW_STEPS = 64
 """Number of steps whose examples are sorted together by length, so that a batch has
 little padding."""
 
-REQUEST_INDEX_BITS = 24
-"""Bits of a request number for the index among a user's requests: 16 million."""
-
-
-def request_number(
-    user_row: NDArray[np.integer], index: NDArray[np.integer]
-) -> NDArray[np.int64]:
-    """Return unique numbers of requests.
-
-    Args:
-        user_row: (m,) table row of each request's user.
-        index: (m,) index of each request among its user's requests.
-    """
-    return (np.asarray(user_row, np.int64) << REQUEST_INDEX_BITS) + index
-
-
-def request_index(number: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the `index` (m,) from which `request_number` made each `number` (m,)."""
-    return np.asarray(number, np.int64) & ((1 << REQUEST_INDEX_BITS) - 1)
-
 
 @dataclass(frozen=True)
 class NewExamples:

@@ -49,7 +49,7 @@ from core.ragged import (
 from core.schemas import RetrievalInfo
 from core.splits import SPLITS
 from core.tables import Table
-from models.dataset.batch import PAD, Batch, to_tensor
+from models.dataset.batch import PAD, Batch, request_number, to_tensor
 from models.dataset.columns import (
     Columns,
     decode_splits,
@@ -60,7 +60,6 @@ from models.dataset.dataset import (
     Examples,
     Kind,
     Selection,
-    request_number,
 )
 from models.requests import Ids, RequestColumns, Requests, ServedRequest
 from models.retrieval.data import InteractionBatch, RequestBatch, WindowBatch

@@ -62,9 +62,9 @@ from core.schemas import SearchInfo
 from core.splits import SPLITS
 from core.tables import read_parquet
 from models.custom_features import read_features
-from models.dataset.batch import PAD, Batch, axes, to_tensor
+from models.dataset.batch import PAD, Batch, axes, request_number, to_tensor
 from models.dataset.columns import Columns, decode_splits, request_columns
-from models.dataset.dataset import Examples, Kind, Selection, request_number
+from models.dataset.dataset import Examples, Kind, Selection
 from models.requests import (
     CandidateRequest,
     Entries,

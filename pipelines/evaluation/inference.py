@@ -44,7 +44,8 @@ from core.tables import (
     writing,
 )
 from models import registry
-from models.dataset.dataset import Dataset, request_index
+from models.dataset.batch import request_index
+from models.dataset.dataset import Dataset
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
 from models.retrieval.recommend import required_history

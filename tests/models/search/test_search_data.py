@@ -12,7 +12,7 @@ import torch
 
 from core.files import join
 from core.schemas import Inputs
-from models.dataset.dataset import request_number
+from models.dataset.batch import request_number
 from models.search.catalogue import SearchCatalogue, SearchText, pair_key
 from models.search.requests import MAX_REQUESTS, SEARCH, SearchBatch
 from tests.fixtures.commands import load_split, read_rows, read_table
