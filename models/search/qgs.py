@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.options import STRICT
-from models.layers.hstu import HSTULayer
 from models.search.catalogue import SearchCatalogue
 from models.search.encoders import (
     CausalBert,
+    HSTULayer,
     LayerStack,
     LinearHSTULayer,
     copy_pretrained,

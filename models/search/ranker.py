@@ -20,9 +20,9 @@ from torch.nn import functional
 from core.options import STRICT, Dropout, Fraction
 from models.custom_features import CustomInputs
 from models.label_loss import LabelOptions, label_loss, resolve_weights
-from models.layers.hstu import HSTULayer
 from models.layers.standardised import Standardised
 from models.search.catalogue import NO_QUERY, SearchCatalogue
+from models.search.encoders import HSTULayer
 from models.search.model import SearchModel
 from models.search.requests import SearchBatch, SearchSelection
 

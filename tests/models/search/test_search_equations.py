@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from models.layers.hstu import HSTULayer
 from models.search.encoders import (
     CausalBert,
+    HSTULayer,
     LinearHSTULayer,
     copy_pretrained,
     pretrained_sizes,

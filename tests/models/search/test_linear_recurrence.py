@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from models.layers.linear_recurrence import linear_recurrence
+from models.search.encoders import linear_recurrence
 
 DECAYS = torch.tensor([0.5, 0.9, 0.99, 0.999, 0.9999])
 
