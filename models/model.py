@@ -15,17 +15,22 @@ attributes of a model's class, never its name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
+import torch
+from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from core.errors import UserError
-from core.options import STRICT
+from core.options import STRICT, NamedConfig, check_known
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import Kind
 from models.requests import Requests
+from models.training.distributed import global_mean
 
 Ranked = Literal["catalogue", "candidates", "nothing"]
 """Kinds of items that a model can rank."""
@@ -198,3 +203,65 @@ class Model(nn.Module):
     def format_metrics(cls, metrics: dict[str, float]) -> list[str]:
         """Format the metrics of an evaluation as lines of text."""
         return list(cls.metrics_module.summary(metrics))
+
+
+@dataclass(config=STRICT)
+class LabelOptions(NamedConfig):
+    """Options of a model with several labels."""
+
+    label_weights: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    """Weight of each label in the loss; 1 for labels that are not listed."""
+
+
+def resolve_weights(labels: Sequence[str], weights: Mapping[str, float]) -> list[float]:
+    """Return the weight of each label."""
+    check_known(weights, labels, "model.label_weights")
+    return [weights.get(name, 1.0) for name in labels]
+
+
+def label_loss(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Sequence[float],
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Return the () weighted sum over labels of the mean binary cross-entropy.
+
+    Args:
+        logits: (N, K) logits.
+        labels: (N, K) labels.
+        weights: (K,) weights of the labels.
+        selected: (N,) mask of the candidates to learn; None for all.
+    """
+    terms = functional.binary_cross_entropy_with_logits(
+        logits.float(), labels.float(), reduction="none"
+    )  # (N, K)
+    if selected is None:
+        sums = terms.sum(0)
+        total = torch.stack([w * s for w, s in zip(weights, sums, strict=True)]).sum()
+        return global_mean(total / max(1, len(terms)), len(terms))
+    count = selected.sum()
+    sums = (terms * selected[:, None]).sum(0)
+    means = global_mean(sums / count.clamp(min=1), count)
+    return torch.stack([w * m for w, m in zip(weights, means, strict=True)]).sum()
+
+
+def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
+    """Return the scores unchanged if all are finite.
+
+    The check waits for the GPU.
+
+    Args:
+        scores: Scores of any shape.
+        tail: Whether -inf is allowed, as the padding of short rankings.
+    """
+    valid = scores.isfinite()
+    if tail:
+        valid = valid | scores.isneginf()
+    num_invalid = int((~valid).sum())
+    if num_invalid:
+        raise UserError(
+            f"the model gives {num_invalid} of {scores.numel()} scores that are not "
+            f"finite"
+        )
+    return scores

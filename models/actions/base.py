@@ -1,4 +1,4 @@
-"""The base of trained actions models: item and action networks, MMoE head and loss.
+"""The base of actions models, and of trained ones: item and action networks, MMoE.
 
     model = AttnMVP(AttnMVPConfig(), catalogue)
     model(batch)["loss"]
@@ -14,7 +14,9 @@ the states that the head reads.
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import PositiveInt
@@ -22,23 +24,42 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from core.options import STRICT, Dropout, Fraction
+from models.actions import metrics
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.model import ActionsModel
-from models.actions.requests import ActionsSelection
+from models.actions.requests import ACTIONS, ActionsRequests, ActionsSelection
 from models.custom_features import CustomInputs
-from models.label_loss import (
-    LabelOptions,
-    label_loss,
-    resolve_weights,
-)
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
 from models.layers.standardised import Standardised
+from models.model import LabelOptions, Model, Ranked, label_loss, resolve_weights
 from models.warm_start import EmbeddingTables
 
 CONTENT_FIELDS = ("numbers", "categories", "text")
 """Content of an item, by which an item without an id is described."""
+
+
+class ActionsModel(Model):
+    """A model that scores each task for a user's candidates by `score(batch)`."""
+
+    kind = ACTIONS
+    requests_class = ActionsRequests
+    catalogue_class = ActionsCatalogue
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"text": False}
+    example_unit = "user"
+    eval_unit = "user"
+    ranks: ClassVar[Ranked] = "candidates"
+    metrics_module: ClassVar[ModuleType] = metrics
+
+    def score(self, batch: ActionsBatch) -> Tensor:
+        """Return (N, K) logits of the valid candidates of all users, row by row."""
+        raise NotImplementedError
+
+    def measure(
+        self, batch: ActionsBatch, by_user: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        """Return sums over a batch (`models/actions/metrics.py`)."""
+        return metrics.measure(self, batch, by_user)
 
 
 @dataclass(config=STRICT)

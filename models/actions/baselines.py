@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.options import STRICT, NamedConfig
+from models.actions.base import ActionsModel
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.model import ActionsModel
 
 
 @dataclass(config=STRICT)

@@ -24,9 +24,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.options import STRICT
+from models.actions.base import ActionsModel
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.model import ActionsModel
 from models.boosting import BoostedTrees, TreeConfig, concat_batches, grow_trees
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.metrics.keyed_sums import KeyedSums
-from models.metrics.scores import check_finite
+from models.model import check_finite
 
 CHANCE_GAUC = 0.51
 """GAUC below which a model is reported to rank no better than chance."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from models.cpu.derived import cache_until_changed
 from models.cpu.matmul import matmul_precision
 from models.dataset.batch import bucket_size
-from models.metrics.scores import check_finite
+from models.model import check_finite
 from models.retrieval.data import HistoryBatch
 from models.retrieval.search.topk import top_k
 from models.training.cuda_graphs import CudaGraphs

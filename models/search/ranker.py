@@ -1,6 +1,7 @@
-"""The base of search rankers: shared DNN, group attention, a tower per label, BCE loss.
+"""The base of search models, and of trained rankers: DNN, group attention, towers.
 
-Each candidate is scored independently of all other candidates.
+A ranker scores each candidate independently of all other candidates, by a tower per
+label, and learns by binary cross-entropy.
 
 Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` groups,
 `E` width of the reduced text, `e` width of a group's token.
@@ -9,7 +10,9 @@ Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` g
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import PositiveInt
@@ -18,13 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.options import STRICT, Dropout, Fraction
+from core.schemas import SearchInfo
 from models.custom_features import CustomInputs
-from models.label_loss import LabelOptions, label_loss, resolve_weights
 from models.layers.standardised import Standardised
+from models.model import LabelOptions, Model, Ranked, label_loss, resolve_weights
+from models.search import metrics
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.encoders import HSTULayer
-from models.search.model import SearchModel
-from models.search.requests import SearchBatch, SearchSelection
+from models.search.requests import (
+    SEARCH,
+    SearchBatch,
+    SearchRequests,
+    SearchSelection,
+)
 
 CATEGORY_WIDTH = 16
 """Width of the embedding of each category feature of the log."""
@@ -32,6 +41,50 @@ CATEGORY_WIDTH = 16
 GROUP_WIDTH, GROUP_HEADS, GROUP_OUTPUT = 16, 8, 128
 """Width of a group's token (d_e), heads and output width (d_o) of the group attention
 (Sec. 3.7 of QGS)."""
+
+
+class SearchModel(Model):
+    """A model that scores the candidates of requests by `score(batch)`."""
+
+    kind = SEARCH
+    requests_class = SearchRequests
+    catalogue_class = SearchCatalogue
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"text": False}
+    ranks: ClassVar[Ranked] = "candidates"
+    metrics_module: ClassVar[ModuleType] = metrics
+    reads_first_label: ClassVar[bool] = False
+    """Whether the model uses only the first label of the log."""
+
+    reads_times: bool = False
+    """Whether the model reads the times of behaviours."""
+    reads_history_queries: bool = False
+    """Whether the model reads the text of behaviours' queries or pairs."""
+
+    def selection(self, catalogue: Any, split: str, **fields: Any) -> SearchSelection:
+        """Return the examples to load, with the text that the model reads."""
+        text = {
+            "text": catalogue.text,
+            "reads_history_queries": self.reads_history_queries,
+        }
+        return super().selection(catalogue, split, **(text | fields))
+
+    @classmethod
+    def describe_requests(cls, info: SearchInfo) -> dict[str, Any]:
+        """Return the names that requests refer to, with the labels of this model."""
+        description = super().describe_requests(info)
+        if cls.reads_first_label:
+            description["labels"] = description["labels"][:1]
+        return description
+
+    def score(self, batch: SearchBatch) -> Tensor:
+        """Return (N, K) logits of the candidates."""
+        raise NotImplementedError
+
+    def measure(
+        self, batch: SearchBatch, by_user: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        """Return sums over a batch (`models/search/metrics.py`)."""
+        return metrics.measure(self, batch, by_user)
 
 
 @dataclass(config=STRICT)

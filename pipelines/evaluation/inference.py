@@ -47,7 +47,7 @@ from models import registry
 from models.dataset.batch import request_index
 from models.dataset.dataset import Dataset
 from models.loaded_model import LoadedModel
-from models.metrics.scores import check_finite
+from models.model import check_finite
 from models.retrieval.recommend import required_history
 from models.training import checkpoint
 from pipelines.evaluation.allowed import read_allowed

@@ -36,7 +36,7 @@ from core.errors import UserError
 from core.schemas import Inputs
 from models import own_code, registry
 from models.loaded_model import LoadedModel, load_model
-from models.metrics.scores import check_finite
+from models.model import check_finite
 from models.requests import CONTRACT, MAX_ROWS
 from models.retrieval.popular import load_counts
 from models.retrieval.recommend import required_history

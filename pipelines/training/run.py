@@ -28,9 +28,9 @@ from core.options import path_fields
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import find_table, open_table, table_hashes
 from models import own_code, registry
-from models.label_loss import LabelOptions, resolve_weights
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import describe_chance_level, format_metric
+from models.model import LabelOptions, resolve_weights
 from models.text.pretrained import resolve_encoder_path
 from models.training import checkpoint
 from models.training.checkpoint import BEST, CONFIG, WEIGHTS, Checkpoint

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from models.label_loss import (
+from models.model import (
     label_loss,
     resolve_weights,
 )

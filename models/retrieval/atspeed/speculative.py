@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.metrics.scores import check_finite
+from models.model import check_finite
 from models.retrieval.search.beam import Scorer, score_pairs
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from models.cpu import kernels
 from models.cpu.derived import cache_until_changed
-from models.metrics.scores import check_finite
+from models.model import check_finite
 from models.retrieval.distillation.student import Student
 from models.retrieval.options import Scores
 from models.retrieval.parts import History

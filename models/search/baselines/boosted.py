@@ -41,7 +41,7 @@ from models.boosting import (
 )
 from models.metrics.ranking_metrics import rank_in_request, request_auc
 from models.search.catalogue import NO_QUERY, SearchCatalogue
-from models.search.model import SearchModel
+from models.search.ranker import SearchModel
 from models.search.requests import SearchBatch
 
 HOUR_MS = 3_600_000

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from core.options import STRICT, NamedConfig
 from models.search.catalogue import SearchCatalogue
-from models.search.model import SearchModel
+from models.search.ranker import SearchModel
 from models.search.requests import SearchBatch
 
 
