@@ -41,7 +41,7 @@ from benchmarks.harness import (
 )
 from core.options import check_known
 from models import loaded_model
-from models.cpu.matmul import use_exact_onednn
+from models.cpu.weights import use_exact_onednn
 from models.dataset.batch import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.student import Student

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import real_positions
-from models.retrieval.search.topk import top_k
+from models.retrieval.search import top_k
 from models.retrieval.tiger.tiger import Tiger
 
 MIN_MODEL_SCORE = -1e8

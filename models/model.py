@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from core.errors import UserError
 from core.options import STRICT, NamedConfig, check_known
-from models.cpu.matmul import use_exact_onednn
+from models.cpu.weights import use_exact_onednn
 from models.dataset.dataset import Kind
 from models.requests import Requests
 from models.training.distributed import global_mean

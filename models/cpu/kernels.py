@@ -13,7 +13,7 @@ with PyTorch, as they do on a GPU.
 `torch.utils.cpp_extension` is not used because it needs ninja, waits forever for a
 build that was killed, and loads libraries built for other processors.
 
-Sizes are asserted here, the contents of a trie are checked in `trie.py`; spans and rows
+Sizes are asserted here, the contents of a trie are checked by `Trie`; spans and rows
 come from the callers.
 
 Shapes: `n` tokens of `B` users, `H` heads of width `K`, `W` beams of a user, `N` =
@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.cpu.matmul import is_plain_inference
+from models.cpu.weights import is_plain_inference
 
 # read at once, as the archive of a served model may be removed after it is loaded
 SOURCE = (resources.files(__package__) / "kernels.cpp").read_text()

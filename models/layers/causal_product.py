@@ -5,7 +5,7 @@
     mixed = prefix_product(q, k, v, bound, None, (self_k, self_v))  # candidates
 
 Long rows without bounds, and GPUs, use PyTorch's fused kernel. On a CPU that kernel
-multiplies with a library that `models/cpu/matmul.py` avoids, and short rows get narrow
+multiplies with a library that `models/cpu/weights.py` avoids, and short rows get narrow
 tiles. Here a tile is two matrix products around a softmax. The backward pass recomputes
 the weights of a tile, so the weights of only one tile are in memory at a time. With
 bounds, all devices use tiles: a mask of all rows would be as large as the scores, and

@@ -32,7 +32,7 @@ from models.retrieval import metrics
 from models.retrieval.baselines.choice import Values, choose
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.model import RetrievalModel
-from models.retrieval.search.topk import top_k
+from models.retrieval.search import top_k
 from models.training import checkpoint
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from core.schemas import Inputs, RetrievalInfo
 from core.tables import Table
 from models.dataset.batch import PAD, Batch, axes
-from models.retrieval.search.trie import Trie
+from models.retrieval.search import Trie
 
 
 @dataclass(frozen=True)

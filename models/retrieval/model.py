@@ -22,7 +22,7 @@ from models.retrieval.data import (
 )
 from models.retrieval.options import RecommendOptions
 from models.retrieval.requests import RETRIEVAL, RetrievalRequests
-from models.retrieval.search.topk import top_k
+from models.retrieval.search import top_k
 
 ITEMS_PER_BLOCK = 1024
 """Items whose similarities to all items are in memory at once."""

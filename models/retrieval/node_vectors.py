@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.errors import UserError
-from models.cpu.derived import cache_until_changed
+from models.cpu.weights import cache_until_changed
 from models.retrieval.data import Catalogue
 from models.warm_start import EmbeddingTables
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from core.errors import UserError
 from models.dataset.batch import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.search.beam import Scorer
+from models.retrieval.search import Scorer
 
 
 def real_positions(lengths: Tensor, longest: int) -> Tensor:

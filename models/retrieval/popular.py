@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.metrics.ranked.accuracy import NDCG, Recall
 from models.retrieval.metrics import rank_targets
-from models.retrieval.search.topk import top_k
+from models.retrieval.search import top_k
 from models.training.checkpoint import Checkpoint
 
 CUTOFF = 10

@@ -25,12 +25,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from models.cpu.derived import cache_until_changed
-from models.cpu.matmul import matmul_precision
+from models.cpu.weights import cache_until_changed, matmul_precision
 from models.dataset.batch import bucket_size
 from models.model import check_finite
 from models.retrieval.data import HistoryBatch
-from models.retrieval.search.topk import top_k
+from models.retrieval.search import top_k
 from models.training.cuda_graphs import CudaGraphs
 
 Ranked = tuple[Tensor, Tensor]

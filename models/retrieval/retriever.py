@@ -17,8 +17,7 @@ from models.retrieval.model import RetrievalModel
 from models.retrieval.options import BeamOptions, Scores
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
-from models.retrieval.search.beam import Scorer, beam_search
-from models.retrieval.search.trie import Trie
+from models.retrieval.search import Scorer, Trie, beam_search
 from models.training.distributed import global_mean
 
 MAX_BEAM_BYTES = 1 << 30

@@ -34,8 +34,7 @@ from models.retrieval.node_vectors import NodeVectors
 from models.retrieval.options import BeamOptions
 from models.retrieval.recommend import recommender
 from models.retrieval.sasrec import SASRec, SASRecConfig
-from models.retrieval.search.beam import beam_search
-from models.retrieval.search.topk import top_k
+from models.retrieval.search import beam_search, top_k
 
 
 @dataclass(config=STRICT)

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
 from core.options import STRICT
-from models.cpu.derived import cache_until_changed
+from models.cpu.weights import cache_until_changed
 from models.search.catalogue import SearchCatalogue
 from models.search.qgs import QGS, BehaviourText, Encoder, QGSConfig, QueryText
 from models.text.pretrained import (

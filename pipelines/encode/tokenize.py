@@ -47,7 +47,7 @@ from core.tables import (
     writing,
 )
 from models import registry
-from models.cpu.matmul import matmul_precision
+from models.cpu.weights import matmul_precision
 from models.retrieval import data
 from models.retrieval.requests import find_train_items
 from models.retrieval.tokenizers.codes import (

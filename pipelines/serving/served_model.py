@@ -41,7 +41,7 @@ from models.requests import CONTRACT, MAX_ROWS
 from models.retrieval.popular import load_counts
 from models.retrieval.recommend import required_history
 from models.retrieval.requests import EVERY
-from models.retrieval.search.topk import top_k
+from models.retrieval.search import top_k
 from models.training import checkpoint
 
 MAX_CACHED_SETS = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear, use_exact_onednn
+from models.cpu.weights import MAX_RELATIVE_ERROR, PackedLinear, use_exact_onednn
 
 
 def test_products_are_accurate_and_no_random_number_is_drawn():

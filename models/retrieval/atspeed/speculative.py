@@ -51,9 +51,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.model import check_finite
-from models.retrieval.search.beam import Scorer, score_pairs
-from models.retrieval.search.topk import select, top_k
-from models.retrieval.search.trie import Trie
+from models.retrieval.search import Scorer, Trie, score_pairs, select, top_k
 
 Draft = Callable[[Tensor], Scorer]
 """Makes the draft's scorer for requests, given by their indices (R,)."""

@@ -31,7 +31,7 @@ from models.retrieval.distillation.teacher import (
 from models.retrieval.options import Scores, StudentOptions
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.beam import Scorer
+from models.retrieval.search import Scorer
 from models.training.distributed import global_mean
 
 

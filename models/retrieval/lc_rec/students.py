@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from core.errors import UserError
 from core.options import STRICT, Dropout
-from models.cpu.derived import cache_until_changed
+from models.cpu.weights import cache_until_changed
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require_class

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.cpu import kernels
-from models.cpu.derived import cache_until_changed
+from models.cpu.weights import cache_until_changed
 from models.model import check_finite
 from models.retrieval.distillation.student import Student
 from models.retrieval.options import Scores

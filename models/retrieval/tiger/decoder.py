@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.cpu import kernels
-from models.cpu.derived import cache_until_changed
-from models.cpu.matmul import PackedLinear
+from models.cpu.weights import PackedLinear, cache_until_changed
 from models.layers.t5 import Stack, T5Sizes
 from models.retrieval.parts import Decoder, History
 from models.retrieval.tiger.encoder import T5Backbone

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.cpu import kernels
-from models.cpu.derived import cache_until_changed
-from models.cpu.matmul import PackedLinear
+from models.cpu.weights import PackedLinear, cache_until_changed
 from models.layers.t5 import EPSILON, Stack, T5Sizes
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import (

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.search.beam import beam_search
+from models.retrieval.search import beam_search
 from tests.fixtures.search_problems import (
     Codes,
     TableScorer,

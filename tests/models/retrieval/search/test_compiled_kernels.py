@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.cpu import kernels
-from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear
+from models.cpu.weights import MAX_RELATIVE_ERROR, PackedLinear
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None,

@@ -20,8 +20,7 @@ from models.retrieval.atspeed.speculative import (
     Tree,
     speculative_search,
 )
-from models.retrieval.search.beam import beam_search
-from models.retrieval.search.trie import Trie
+from models.retrieval.search import Trie, beam_search
 from tests.fixtures.search_problems import (
     Codes,
     TableScorer,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.search.topk import _select_all_passes, select, top_k
+from models.retrieval.search import _select_all_passes, select, top_k
 
 
 @settings(max_examples=200)

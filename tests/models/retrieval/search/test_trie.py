@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from core.errors import UserError
-from models.retrieval.search.trie import Trie
+from models.retrieval.search import Trie
 from tests.fixtures.search_problems import catalogues
 
 

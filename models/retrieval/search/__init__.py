@@ -1,1 +1,0 @@
-"""Search of the catalogue: the trie of semantic IDs, and beam search in it."""
