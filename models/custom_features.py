@@ -6,14 +6,15 @@
 The features describe candidates and behaviours. jobs.prepare computes their statistics
 and vocabularies from the training window only
 (`pipelines/prepare/sequences/custom_features.py`). Tables store values as they are in
-the log; training, evaluation and serving read the values through this module.
+the log; training, evaluation and serving read the values through this module, whose
+layers standardise numbers and embed categories.
 
 Shapes: `n` values, `X` numbers, `G` categories, `O` columns that a layer reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +27,19 @@ from torch import Tensor, nn
 
 from core.ids import hash_strings
 from core.schemas import Category, CustomFeatures
-from models.layers.standardised import Standardised
-from models.warm_start import EmbeddingTables
 
 CUSTOM_KEY = "own"
 """Key of the scales of custom features in a checkpoint."""
 
 NUMBER, CATEGORY = "num_", "cat_"
 """Prefixes of the names of the features' columns."""
+
+MAX_DEVIATIONS = 5.0
+"""Standardised features are clipped to this many deviations from the mean."""
+
+RowNames = Sequence[Sequence[str] | None]
+"""Names of the rows of each embedding table, from row 1 on; None for a table whose rows
+have no names."""
 
 
 def read_codes(category: Category, strings: pa.Array) -> NDArray[np.int64]:
@@ -108,6 +114,67 @@ def adopt_scales(scales: Mapping[str, Any]) -> dict[str, Any]:
         if std
     }
     return {**scales, CUSTOM_KEY: numbers, "numbers": item_numbers}
+
+
+class Standardised(nn.Module):
+    """Standardise features (..., F) and clip them at `MAX_DEVIATIONS`.
+
+    A feature that did not vary in training has deviation 0. Nothing can be learned
+    about it, so all its values become 0, including later ones.
+
+    Args:
+        mean: (F,) means over the training examples.
+        std: (F,) deviations over the training examples.
+        names: (F,) names of the features, for messages.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor, names: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean.float().clone())
+        spread = std.float()
+        # inf maps every value of a constant feature to 0
+        self.register_buffer("std", torch.where(spread > 0, spread, torch.inf))
+        self.feature_names = tuple(names)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the standardised features (..., F); missing values stay NaN."""
+        return ((features - self.mean) / self.std).clamp(
+            -MAX_DEVIATIONS, MAX_DEVIATIONS
+        )
+
+    def replace_constant_scales(self, mean: Tensor, std: Tensor) -> list[str]:
+        """Replace the mean and deviation of features that were constant before.
+
+        A feature is constant if it has a single value, or none, in the training
+        examples; its deviation is inf. A feature is replaced if it was constant in the
+        training of the checkpoint and varies in the examples of this module.
+
+        Args:
+            mean: (F,) means of the checkpoint, changed in place.
+            std: (F,) deviations of the checkpoint, changed in place; inf if constant.
+
+        Returns:
+            Names of the replaced features.
+        """
+        is_new = std.isinf() & self.std.isfinite()
+        mean[is_new], std[is_new] = self.mean[is_new], self.std[is_new]
+        return [
+            self.feature_names[index] for index in is_new.nonzero().flatten().tolist()
+        ]
+
+
+class EmbeddingTables(nn.Module):
+    """A module with a list `tables` of embeddings whose row 0 is the unknown value."""
+
+    row_names: RowNames = ()
+    """Names of the rows of each table, which are the values that the rows embed."""
+    catalogue_buffers: tuple[str, ...] = ()
+    """Names of buffers that hold content of the catalogue instead of learned values."""
+    new_items_are_zeros = False
+    """Whether new items start as zeros, because a zero vector means an unknown item."""
 
 
 class CustomInputs(Standardised, EmbeddingTables):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from core.errors import pluralize
 from core.ids import hash_strings
-from models.layers.standardised import Standardised
+from models.custom_features import EmbeddingTables, RowNames, Standardised
 from models.training.checkpoint import (
     WEIGHTS,
     Checkpoint,
@@ -36,23 +36,8 @@ from models.training.checkpoint import (
     verified,
 )
 
-RowNames = Sequence[Sequence[str] | None]
-"""Names of the rows of each embedding table, from row 1 on; None for a table whose rows
-have no names."""
-
 EXTRA_STATE = "_extra_state"
 """Key under which PyTorch stores the result of a module's `get_extra_state`."""
-
-
-class EmbeddingTables(nn.Module):
-    """A module with a list `tables` of embeddings whose row 0 is the unknown value."""
-
-    row_names: RowNames = ()
-    """Names of the rows of each table, which are the values that the rows embed."""
-    catalogue_buffers: tuple[str, ...] = ()
-    """Names of buffers that hold content of the catalogue instead of learned values."""
-    new_items_are_zeros = False
-    """Whether new items start as zeros, because a zero vector means an unknown item."""
 
 
 def collect_row_names(model: nn.Module) -> dict[str, RowNames]:

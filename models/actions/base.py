@@ -28,12 +28,10 @@ from models.actions import metrics
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.requests import ACTIONS, ActionsRequests, ActionsSelection
-from models.custom_features import CustomInputs
+from models.custom_features import CustomInputs, EmbeddingTables, Standardised
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
-from models.layers.standardised import Standardised
 from models.model import LabelOptions, Model, Ranked, label_loss, resolve_weights
-from models.warm_start import EmbeddingTables
 
 CONTENT_FIELDS = ("numbers", "categories", "text")
 """Content of an item, by which an item without an id is described."""

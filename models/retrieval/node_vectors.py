@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from core.errors import UserError
 from models.cpu.weights import cache_until_changed
+from models.custom_features import EmbeddingTables
 from models.retrieval.data import Catalogue
-from models.warm_start import EmbeddingTables
 
 
 class NodeVectors(EmbeddingTables):

@@ -22,8 +22,7 @@ from torch.nn import functional
 
 from core.options import STRICT, Dropout, Fraction
 from core.schemas import SearchInfo
-from models.custom_features import CustomInputs
-from models.layers.standardised import Standardised
+from models.custom_features import CustomInputs, Standardised
 from models.model import LabelOptions, Model, Ranked, label_loss, resolve_weights
 from models.search import metrics
 from models.search.catalogue import NO_QUERY, SearchCatalogue
