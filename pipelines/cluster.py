@@ -15,9 +15,6 @@ import ray
 
 from core.errors import UserError, pluralize
 
-ACCELERATOR = "accelerator_type:"
-"""Prefix of Ray's resource for a type of accelerator."""
-
 
 def count_room(needs: Mapping[str, float]) -> int:
     """Return how many workers the living nodes can run at once if nothing else runs.
@@ -27,8 +24,6 @@ def count_room(needs: Mapping[str, float]) -> int:
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     amounts = {kind: amount for kind, amount in needs.items() if amount}
-    if not amounts:
-        return len(nodes) and 2**31
     return sum(
         min(int(node.get(kind, 0) / amount) for kind, amount in amounts.items())
         for node in nodes

@@ -33,11 +33,10 @@ from pipelines.prepare.settings.config import PrepareOptions
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from core.schemas import DayRecord, ItemsInfo
+    from core.schemas import DayRecord, ItemsInfo, RunRef
     from core.tables import Table
     from pipelines.evaluation.result import Result
     from pipelines.prepare.prepare import Prepared
-    from pipelines.training.run import TrainingResult
 
 DAYS = "days.json"
 """File in the output folder with a record of each day."""
@@ -93,7 +92,7 @@ class DailyConfig:
         tables, runs = join(output, "tables"), join(output, "runs")
         prepare = complete("prepare", output=tables, append=True)
         content["prepare"] = build_options(prepare, "prepare.")
-        folders = {"tables": tables}
+        folders: dict[str, Any] = {"tables": tables, "sids": None, "text": None}
         steps = ("tokenize", "sids", TokenizeConfig), ("encode", "text", EncodeConfig)
         for name, option, config_class in steps:
             section = complete(name, tables=tables, output=join(output, option))
@@ -107,6 +106,11 @@ class DailyConfig:
         later = merge(train, complete("continue_training", **folders, init=runs))
         content["train"] = build(TrainConfig, train, "train.")
         content["continue_training"] = build(TrainConfig, later, "continue_training.")
+        model = content["train"].model
+        reads = registry.find(model.name).inputs_of(model)
+        for name, option, _ in steps:
+            if reads.get(option) and not content[name]:
+                raise UserError(f"the model '{model.name}' needs the section {name}")
         return content
 
 
@@ -218,7 +222,11 @@ def process_day(config: DailyConfig) -> DayRecord:
             day.checkpoint = trained.checkpoint
             day.after = drop_undefined(results[0].metrics)
             save()
-        day.accepted = judge(config, day, trained)
+        metric = trained.best.fit.metric
+        is_accepted = judge(config, day, metric)
+        if config.register and is_accepted:
+            register_best(config, day, trained.run, metric)
+        day.accepted = is_accepted
         save()
     return day
 
@@ -255,19 +263,15 @@ def update_tokenizer(config: TokenizeConfig, items: Table[ItemsInfo]) -> Tokeniz
     return replace(config, overwrite=True)
 
 
-def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
-    """Return whether the day's model is accepted, and register an accepted model.
+def judge(config: DailyConfig, day: DayRecord, metric: str) -> bool:
+    """Print the metrics of a day, and return whether the day's model is accepted.
 
-    A metric without a value on the day is not compared. The decision is a tag of the
-    training's MLflow run.
+    By default the `metric` of the training may drop by 5%. A metric without a
+    value on the day is not compared.
     """
-    from pipelines.comparison.verdicts import BELOW, build_fit, describe_verdict
-    from pipelines.serving.registered_model import register
-    from pipelines.training.run import run_training
+    from pipelines.comparison.verdicts import describe_verdict
 
     before, after = day.before or {}, day.after or {}
-    run, best = trained.run, trained.best
-    metric = best.fit.metric
     max_drop = config.max_drop or {metric: 0.05}
     dropped = [
         name
@@ -275,29 +279,35 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
         if name in before.keys() & after
         and after[name] < before[name] - share * abs(before[name])
     ]
-    logger = tracking.Logger(run)
-    running_metrics = {f"running/{name}": value for name, value in before.items()}
-    logger.update(running_metrics, best.step)
-    logger.tag(accepted=str(not dropped).lower(), running=day.running or "none")
-
     running = day.running or "no running model"
     print(f"\n{day.name}, compared with {running} on the same day")
-    for name in dict.fromkeys([*max_drop, *registry.find(best.name).shown_metrics()]):
+    shown = registry.find(config.train.model.name).shown_metrics()
+    for name in dict.fromkeys([*max_drop, *shown]):
         if name in after:
             old_value = f"{before[name]:.4f} to " if name in before else ""
             print(f"  {name:<12}  {old_value}{after[name]:.4f}")
-    verdicts = day.baselines or []
-    for verdict in verdicts:
+    for verdict in day.baselines or []:
         print(f"  {describe_verdict(verdict)}")
     if dropped:
         print(
             f"not accepted: {', '.join(dropped)} dropped by more than max_drop allows; "
             f"the running model stays"
         )
-        return False
-    if config.register and verdicts and verdicts[0].verdict == BELOW:
-        name = verdicts[0].baseline_model
-        print(f"the model is below {verdicts[0].baseline}, registered in its place")
+    return not dropped
+
+
+def register_best(
+    config: DailyConfig, day: DayRecord, run: RunRef, metric: str
+) -> None:
+    """Register a day's model, or the best baseline in place of a model below it."""
+    from pipelines.comparison.verdicts import BELOW, build_fit
+    from pipelines.serving.registered_model import register
+    from pipelines.training.run import run_training
+
+    if day.baselines and day.baselines[0].verdict == BELOW:
+        verdict = day.baselines[0]
+        name = verdict.baseline_model
+        print(f"the model is below {verdict.baseline}, registered in its place")
         baseline = replace(
             config.train,
             model=registry.build_model_config({"name": name}),
@@ -305,7 +315,5 @@ def judge(config: DailyConfig, day: DayRecord, trained: TrainingResult) -> bool:
             name=f"{day.name}-{name}",
         )
         run = run_training(baseline).run
-    if config.register:
-        version = register(run, config.register, metric)
-        print(f"registered: version {version.version} of {config.register}")
-    return True
+    version = register(run, str(config.register), metric)
+    print(f"registered: version {version.version} of {config.register}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from core.errors import UserError, one_line
 
-LIBRARIES = {"ray", "mlflow", "torch", "sqlite3", "botocore", "boto3"}
+LIBRARIES = {"ray", "mlflow", "torch", "sqlite3", "botocore", "boto3", "concurrent"}
 """Libraries whose errors report a lost process, storage or service."""
 
 
@@ -46,10 +46,9 @@ def iter_causes(
 def find_user_error(error: BaseException | None) -> UserError | None:
     """Return the UserError that caused the failure of a task or worker, or None."""
     for current in iter_causes(error, include_context=True):
-        if isinstance(current, UserError):
-            # the error of a Ray task is an instance of its cause's class too
-            cause = getattr(current, "cause", None)
-            return cause if isinstance(cause, UserError) else current
+        # the error of a Ray task is an instance of its cause's class too
+        if isinstance(current, UserError) and isinstance(current.cause, str):
+            return current
     return None
 
 

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from dataclasses import field, replace
 from pathlib import Path
@@ -253,8 +252,6 @@ def run_models(
                     print(end=(logs / f"{name}.txt").read_text(encoding="utf-8"))
                     future.result()
                     trained.add(name)
-        except BrokenProcessPool as error:
-            raise UserError("the process of a model was killed") from error
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()

@@ -52,6 +52,6 @@ def run_git(*args: str) -> str | None:
         result = subprocess.run(
             ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True
         )
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
     return result.stdout.strip() if result.returncode == 0 else None

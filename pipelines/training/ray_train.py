@@ -276,7 +276,7 @@ def worker_resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
     if options.memory_gb:
         needs["memory"] = options.memory_gb * 2**30
     if options.accelerator_type:  # as ScalingConfig does for `accelerator_type`
-        needs[f"{cluster.ACCELERATOR}{options.accelerator_type}"] = 0.001
+        needs[f"accelerator_type:{options.accelerator_type}"] = 0.001
     return needs
 
 
