@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -40,11 +40,7 @@ from models.training.checkpoint import Best, State
 from models.training.cuda_graphs import CudaGraphs
 from models.training.distributed import set_workers
 from models.training.fit_config import FitConfig
-from models.training.optimizers import (
-    make_optimizer,
-    optimizer_state,
-    set_learning_rate,
-)
+from models.training.optimizers import make_optimizer, optimizer_state
 
 FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
 """Seconds without another report until the first report of progress, and between later
@@ -152,6 +148,31 @@ def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
         return config.lr
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: float
+) -> None:
+    """Set the learning rate of each parameter group to `lr` times the group's factor.
+
+    On a GPU the learning rate is a tensor, so that a CUDA graph reads its current
+    value.
+
+    Args:
+        optimizer: Optimizer from `make_optimizer`.
+        factors: Factor of each parameter group.
+        lr: Learning rate of a factor of 1.
+    """
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        device = group["params"][0].device
+        if "capturable" in group:  # a loaded state may come from another device
+            group["capturable"] = device.type == "cuda"
+        if device.type != "cuda":
+            group["lr"] = lr * factor
+        elif isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr * factor)
+        else:  # a new optimizer, or a loaded state
+            group["lr"] = torch.tensor(lr * factor, device=device)
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:

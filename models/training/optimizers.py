@@ -1,12 +1,12 @@
-"""Build optimizers and parameter groups, and set their learning rates."""
+"""Build optimizers and parameter groups, and describe their state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def make_optimizer(
@@ -17,7 +17,7 @@ def make_optimizer(
 ) -> tuple[torch.optim.Optimizer, list[float]]:
     """Build the optimizer of a model's trained parameters.
 
-    The caller sets the learning rate before each step with `set_learning_rate`.
+    The training loop sets the learning rate before each step.
 
     Args:
         model: The model, on its device.
@@ -67,31 +67,6 @@ class CapturableAdagrad(torch.optim.Adagrad):
             scaled_gradients = torch._foreach_div(gradients, scales)
             updates: Any = torch._foreach_mul(scaled_gradients, group["lr"])
             torch._foreach_sub_(parameters, updates)
-
-
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: float
-) -> None:
-    """Set the learning rate of each parameter group to `lr` times the group's factor.
-
-    On a GPU the learning rate is a tensor, so that a CUDA graph reads its current
-    value.
-
-    Args:
-        optimizer: Optimizer from `make_optimizer`.
-        factors: Factor of each parameter group.
-        lr: Learning rate of a factor of 1.
-    """
-    for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        device = group["params"][0].device
-        if "capturable" in group:  # a loaded state may come from another device
-            group["capturable"] = device.type == "cuda"
-        if device.type != "cuda":
-            group["lr"] = lr * factor
-        elif isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr * factor)
-        else:  # a new optimizer, or a loaded state
-            group["lr"] = torch.tensor(lr * factor, device=device)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
