@@ -102,8 +102,8 @@ def print_trials(sweep: Sweep) -> None:
         notes.append(f"note: {grid.notes}")
     for note in notes:
         print(f"  {' '.join(note.split())}")
-    for name, trial in sweep.trials.items():
-        values = [f"{key} {value}" for key, value in trial.point.items()]
+    for name, point in sweep.points.items():
+        values = [f"{key} {value}" for key, value in point.items()]
         print(f"  {name}  {'  '.join(values)}")
     size = pluralize(len(grid.list_points()), "point")
     print(

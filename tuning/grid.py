@@ -206,14 +206,6 @@ class Grid:
         return [merge({}, *parts) for parts in itertools.product(*factors)]
 
 
-class Trial(NamedTuple):
-    """A point of a grid, with the config of its training or evaluation."""
-
-    point: Point
-    """Values of the axes."""
-    config: TrainConfig | EvaluateConfig
-
-
 class Sweep(NamedTuple):
     """A sweep, as every trial receives it."""
 
@@ -221,8 +213,10 @@ class Sweep(NamedTuple):
     """Options of the command line, with the sweep's name."""
     grid: Grid
     """The grid, with the options of the command line."""
-    trials: dict[str, Trial]
-    """All trials, by name of the folder and the MLflow run."""
+    points: dict[str, Point]
+    """Values of the axes of all trials, by name of the folder and the MLflow run."""
+    trials: dict[str, TrainConfig | EvaluateConfig]
+    """The training or evaluation of each point, by the same names."""
     run: RunRef
     """MLflow run of the sweep; without its id and experiment until it is open."""
     command: str
@@ -279,7 +273,7 @@ def load_sweep(config: SweepConfig) -> Sweep:
     check_run_name(name)
     config = replace(config, name=name)
     uri = tracking.resolve_uri(config.tracking_uri, config.storage)
-    sweep = Sweep(config, grid, {}, RunRef(uri, "", ""), tracking.command_line())
+    sweep = Sweep(config, grid, {}, {}, RunRef(uri, "", ""), tracking.command_line())
     points = grid.list_points()
     if grid.samples and grid.samples < len(points):
         drawn = random.Random(0).sample(range(len(points)), grid.samples)
@@ -292,7 +286,8 @@ def load_sweep(config: SweepConfig) -> Sweep:
         ]
         short = re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(values))[:60] or "base"
         name = f"{short}-{hashlib.sha256(text).hexdigest()[:8]}"
-        sweep.trials[name] = Trial(point, build_config(name, point, sweep))
+        sweep.points[name] = point
+        sweep.trials[name] = build_config(name, point, sweep)
     return sweep
 
 

@@ -252,13 +252,13 @@ def resolve_trials(sweep: Sweep) -> str:
     """
     load = cache(load_catalogue)
     for trial in sweep.trials.values():
-        if isinstance(trial.config, TrainConfig):
-            resolved, hashes = resolve_training(trial.config, load)
-            name = trial.config.model.name
-            if record := read_record(trial.config.folder):
+        if isinstance(trial, TrainConfig):
+            resolved, hashes = resolve_training(trial, load)
+            name = trial.model.name
+            if record := read_record(trial.folder):
                 check_continues(resolved, hashes, record)
         else:
-            evaluated = check_evaluation(trial.config)
+            evaluated = check_evaluation(trial)
             name = evaluated.checkpoint.name
             known = [*evaluated.checkpoint.metrics, "requests_per_s", "peak_memory_mb"]
             check_known(
@@ -299,9 +299,9 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
         rule, scheduler = sweep.grid.scheduler, None
         if rule.name == "asha":
             epochs = [
-                trial.config.fit.max_epochs
+                trial.fit.max_epochs
                 for trial in sweep.trials.values()
-                if isinstance(trial.config, TrainConfig)
+                if isinstance(trial, TrainConfig)
             ]
             scheduler = Halving(
                 time_attr=EPOCH,
@@ -354,19 +354,20 @@ def collect_results(sweep: Sweep, errors: dict[str, str]) -> pl.DataFrame:
     """
     rows = []
     for name, trial in sweep.trials.items():
+        point = sweep.points[name]
         record, error = read_record(join(sweep.folder, name)), errors.get(name)
         status, value = "failed" if error else "unfinished", None
         if record and record.status == "finished" and not error:
             status = "stopped" if record.stopped else "finished"
             value = record.values.get(sweep.metric)
         saved = join(sweep.folder, f"{name}/{BEST}")
-        if isinstance(trial.config, EvaluateConfig):
-            saved = trial.config.checkpoint
+        if isinstance(trial, EvaluateConfig):
+            saved = trial.checkpoint
         rows.append(
             {
                 "name": name,
-                "settings": tracking.settings_key(trial.point),
-                "seed": str(trial.point.get("fit.seed")),
+                "settings": tracking.settings_key(point),
+                "seed": str(point.get("fit.seed")),
                 "status": status,
                 "value": value,
                 "run_id": record and record.run.run_id,
@@ -451,15 +452,16 @@ def run_trial(config: dict[str, Any], sweep: Sweep) -> None:
     tags = {
         tracking.FOLDER_TAG: join(sweep.folder, name),
         tracking.KIND_TAG: "trial",
-        tracking.POINT_TAG: json.dumps(trial.point),
+        tracking.PARENT_TAG: sweep.run.run_id,
+        tracking.POINT_TAG: json.dumps(sweep.points[name]),
         "command": sweep.command,
         "mlflow.source.name": "jobs.sweep",
     }
     try:
-        if isinstance(trial.config, EvaluateConfig):
-            measure(name, trial.config, sweep, tags)
+        if isinstance(trial, EvaluateConfig):
+            measure(name, trial, sweep, tags)
         else:
-            train(trial.config, sweep, tags)
+            train(trial, sweep, tags)
     except Exception as error:
         # before Tune decides whether to start the trial again
         tune.report({ERROR: one_line(error), IS_LOST: is_lost(error)})
@@ -474,7 +476,6 @@ def train(config: TrainConfig, sweep: Sweep, tags: dict[str, str]) -> None:
     """
     has_workers = sweep.num_workers > 1
     context = TrialContext(
-        parent_run=sweep.run.run_id,
         tags=tags,
         on_checkpoint=lambda saved: tune.report({EPOCH: saved.epoch, **saved.metrics}),
         callbacks=[TuneReportCallback()] if has_workers else (),
@@ -514,7 +515,6 @@ def measure(
             "checkpoint": result.checkpoint,
         },
         hashes=evaluated.hashes,
-        parent=sweep.run.run_id,
         tags=tags,
     )
     peak_mb = resident_peak_mb()

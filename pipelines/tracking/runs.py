@@ -74,7 +74,6 @@ def open_run(
     *,
     config: dict[str, Any],
     hashes: dict[str, str],
-    parent: str | None = None,
     tags: dict[str, str] | None = None,
 ) -> RunRef:
     """Open a run with its params and tags, and its config as an artifact.
@@ -90,14 +89,11 @@ def open_run(
         storage: Folder of the runs; artifacts of a SQLite store are below it.
         config: Nested config; each value becomes a param.
         hashes: Hashes of the tables, by table name.
-        parent: Id of the sweep's run if the run is a trial.
         tags: Additional tags, besides the tags with the run's origin.
     """
     client = connect(uri)
     all_tags = {**origin_tags(hashes), **(tags or {})}
     all_tags[FORMAT_TAG] = str(RunRecord.version)
-    if parent:
-        all_tags[PARENT_TAG] = parent
     experiment_id = get_or_create_experiment(client, uri, experiment, storage)
     if folder := all_tags.get(FOLDER_TAG):
         quote = '"' if "'" in folder else "'"

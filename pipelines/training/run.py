@@ -81,10 +81,8 @@ class TrialContext:
     The defaults are for a training outside of a sweep.
     """
 
-    parent_run: str | None = None
-    """Id of the sweep's MLflow run, which becomes the parent of the trial's run."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Further tags of the MLflow run."""
+    """Further tags of the MLflow run, such as the id of its parent."""
     on_checkpoint: Callable[[Checkpoint], Any] | None = None
     """Called with every checkpoint. A single worker then trains in this process even
     on a cluster. If the function raises SystemExit, the training ends and the run
@@ -133,7 +131,8 @@ def run_training(
             start_ray()
         trains_by_gradient = registry.find(config.model.name).trains_by_gradient
         use_gpu = trains_by_gradient and wants_gpu(config.ray)
-        if not (in_process or trial.parent_run):  # a sweep has checked the cluster
+        is_trial = tracking.PARENT_TAG in trial.tags
+        if not (in_process or is_trial):  # a sweep has checked the cluster
             from pipelines.training.ray_train import check_cluster
 
             uri = str(config.tracking_uri)
@@ -257,7 +256,6 @@ def open_run(
         config.storage,
         config={**identity, **inputs.folders(), "ray": asdict(config.ray)},
         hashes=hashes,
-        parent=trial.parent_run,
         tags=tags,
     )
     if inputs.sids:  # log the tokenizer's metrics beside the model's

@@ -33,13 +33,15 @@ def store(new_store, tmp_path_factory) -> str:
             model = {"name": "sid_mlp", "alpha": alpha, "attention_heads": heads}
             metrics = {"best/ndcg@10": value + 0.04, "test/ndcg@10": value}
             metrics["test/requests_per_s"] = 900.0 + 100 * heads
-            tags = {tracking.POINT_TAG: json.dumps(model)}
+            tags = {
+                tracking.PARENT_TAG: sweep.run_id,
+                tracking.POINT_TAG: json.dumps(model),
+            }
             trial = log_training(
                 uri,
                 f"alpha-{alpha}-{heads}",
                 model,
                 metrics,
-                parent=sweep.run_id,
                 tags=tags,
             )
     tracking.Logger(sweep).tag(**{tracking.BEST_TAG: trial.run_id})

@@ -23,7 +23,7 @@ def test_keys_below_model_fit_and_axes_are_free():
     sweep = load_sweep(cli.config_from_words(job, words))
 
     assert not sweep.config.test
-    trainings = [trial.config for trial in sweep.trials.values()]
+    trainings = list(sweep.trials.values())
     assert [config.model.alpha for config in trainings] == [0, 1.0]
     for config in trainings:
         assert config.fit.lr == 5e-4

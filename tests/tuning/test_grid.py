@@ -38,7 +38,7 @@ def load(tmp_path) -> Load:
 
 
 def list_points(sweep: Sweep) -> list[dict[str, Any]]:
-    return [trial.point for trial in sweep.trials.values()]
+    return list(sweep.points.values())
 
 
 def test_a_sample_has_no_point_twice_and_is_always_the_same(load):
@@ -65,25 +65,22 @@ def test_settings_override_each_other(load, tmp_path):
     )
 
     trial, other = sweep.trials.values()
-    assert other.config.model.dim == 64
-    assert trial.config.model == SASRecConfig(
-        name="sasrec", dim=32, num_layers=2, dropout=0.3
-    )
-    assert trial.config.fit == FitConfig(
+    assert other.model.dim == 64
+    assert trial.model == SASRecConfig(name="sasrec", dim=32, num_layers=2, dropout=0.3)
+    assert trial.fit == FitConfig(
         lr=1.0, eval_options={"k": 5}, seed=7, metric="ndcg@10"
     )
-    assert trial.point == {"model.dim": 32}
+    assert list_points(sweep)[0] == {"model.dim": 32}
 
 
 def test_trials_have_absolute_paths_and_points_the_given_ones(load):
     student = {"model.name": "sid_mlp", "model.teacher": "runs/tiger"}
-    (trial,) = load(
-        {"sids": ["here/sids"]}, {"storage": "runs"}, fixed=student
-    ).trials.values()
+    sweep = load({"sids": ["here/sids"]}, {"storage": "runs"}, fixed=student)
+    (trial,) = sweep.trials.values()
 
-    assert trial.config.model.teacher == str(Path("runs/tiger").absolute())
-    assert trial.config.sids == str(Path("here/sids").absolute())
-    assert trial.point == {"sids": "here/sids"}
+    assert trial.model.teacher == str(Path("runs/tiger").absolute())
+    assert trial.sids == str(Path("here/sids").absolute())
+    assert list_points(sweep) == [{"sids": "here/sids"}]
 
 
 def test_names_of_trials_depend_only_on_the_points(load):
@@ -138,6 +135,6 @@ def test_documented_grids_have_trials_and_valid_published_values(path, is_smoke)
     grid, trials = sweep.grid, list(sweep.trials.values())
     assert 1 <= len(trials) <= (8 if is_smoke else 100)
     if grid.job == "train":
-        assert not is_smoke or max(t.config.fit.max_epochs for t in trials) <= 3
+        assert not is_smoke or max(t.fit.max_epochs for t in trials) <= 3
     for entry in grid.published:
         assert set(entry.point) <= {*grid.keys, "model.name", "fit.seed"} or is_smoke

@@ -94,14 +94,14 @@ def test_a_sweep_shows_its_best_settings_or_all_trials(uri):
     # The best single seed has not the best alpha.
     for alpha, values in ((0.5, (0.056, 0.059)), (0.7, (0.058, 0.0585))):
         for seed, value in enumerate(values, 42):
-            point = {"model.alpha": alpha, "fit.seed": seed}
+            point = json.dumps({"model.alpha": alpha, "fit.seed": seed})
+            parent = {tracking.PARENT_TAG: sweep.run_id}
             trial = log_training(
                 uri,
                 f"seed-{seed}-{alpha}",
                 {"name": "sid_mlp", "alpha": alpha, "teacher_hash": "W"},
                 {"best/ndcg@10": value, "test/ndcg@10": value},
-                parent=sweep.run_id,
-                tags={tracking.POINT_TAG: json.dumps(point)},
+                tags=parent | {tracking.POINT_TAG: point},
                 seed=seed,
             )
     pending = compare(uri)
@@ -124,7 +124,8 @@ def test_a_sweep_shows_its_best_settings_or_all_trials(uri):
 def test_smoke_sweeps_and_runs_of_earlier_formats_are_left_out(uri):
     sweep = log_sweep(uri, "tried", [], **{tracking.SMOKE_TAG: "true"})
     metrics = {"best/ndcg@10": 0.9}
-    log_training(uri, "trial", {"name": "sasrec"}, metrics, parent=sweep.run_id)
+    parent = {tracking.PARENT_TAG: sweep.run_id}
+    log_training(uri, "trial", {"name": "sasrec"}, metrics, tags=parent)
     with pytest.raises(UserError, match="has no runs; tried: a smoke sweep, left out"):
         compare(uri, "retrieval/x")
     old = log_training(uri, "old", {"name": "sasrec"}, metrics)
