@@ -91,14 +91,15 @@ def random_codes(num_items: int, generator: torch.Generator) -> Tensor:
 
 
 @cache
-def load_inputs(items: int) -> tuple[list[list[int]], Catalogue]:
-    """Return a random catalogue, and histories of 3 to 20 items, shortest first."""
+def draw_inputs(items: int) -> tuple[list[list[int]], Catalogue]:
+    """Draw histories of 3 to 20 items, shortest first, and a catalogue."""
     generator = torch.Generator().manual_seed(0)
     codes = random_codes(items, generator)
     extra = torch.empty(USERS).geometric_(1 / 8, generator=generator).long() - 1
+    lengths = (3 + extra).clamp(max=MAX_HISTORY).sort().values.tolist()
     histories = [
         torch.randint(0, len(codes), (length,), generator=generator).tolist()
-        for length in (3 + extra).clamp(max=MAX_HISTORY).sort().values.tolist()
+        for length in lengths
     ]
     return histories, Catalogue.from_codes(codes, (256, 256, 256, 256))
 
@@ -107,7 +108,7 @@ def load_inputs(items: int) -> tuple[list[list[int]], Catalogue]:
 def load_model(name: str, items: int) -> Any:
     """Return a model with random weights on the device."""
     torch.manual_seed(0)
-    model = loaded_model.build_model({"name": name}, load_inputs(items)[1])
+    model = loaded_model.build_model({"name": name}, draw_inputs(items)[1])
     return model.eval().to(device())
 
 
@@ -117,7 +118,7 @@ def cut_batches(variant: str, params: Line) -> list[HistoryBatch]:
     Histories are padded to the longest of their batch, or for plain variants to the
     maximum of the model.
     """
-    histories = load_inputs(params["items"])[0]
+    histories = draw_inputs(params["items"])[0]
     size, runs = params["batch"], params["runs"]
     batches = []
     for run in range(runs):

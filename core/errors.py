@@ -11,7 +11,7 @@ MAX_REASON_CHARS = 300
 
 
 def one_line(error: BaseException) -> str:
-    """Return the start of an error's text in one line, or its class without text."""
+    """Return the start of an error's text in one line, or the name of its class."""
     text = " ".join(str(error).split())
     return text[:MAX_REASON_CHARS] or type(error).__name__
 

@@ -150,7 +150,7 @@ class Table(Generic[Info]):
             raise UserError(f"{self.uri} was made with {difference}", "settings")
 
     def part_uris(self) -> list[str]:
-        """Return the URIs of the files, whose sizes are checked."""
+        """Check the sizes of the files, and return their URIs."""
         filesystem, root = open_uri(self.uri)
         paths = [posixpath.join(root, part.path) for part in self.files]
         with storage_errors(self.uri):

@@ -61,10 +61,12 @@ def _run(file: str, source: str) -> str:
 
 
 def find_class(name: str, what: str = "class", attribute: str = "__name__") -> Any:
-    """Return a class in a file that runs in this process, by `KEY:CLASS`.
+    """Return a class of a file that runs in this process.
 
-    Raises:
-        UserError: If the class lacks the attribute, and so is not a `what`.
+    Args:
+        name: `KEY:CLASS`.
+        what: Kind of class that is wanted, for the message.
+        attribute: Attribute that every class of this kind has.
     """
     key, _, class_name = name.rpartition(":")
     if key not in SOURCES:

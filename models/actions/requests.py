@@ -427,7 +427,7 @@ class ActionsRequests(Requests):
         # all behaviours, then all candidates
         row = np.concatenate([past.request, shown.request])
         ids = zip(row, past.read("history") + shown.read("candidates"), strict=True)
-        new = self.find_new(requests)
+        new = self.find_new_items(requests)
         numbers = dict(zip(new, itertools.count(len(self.items)), strict=False))
         item = [self.index.get(id_, numbers.get((i, id_))) for i, id_ in ids]
         now = [
@@ -469,8 +469,8 @@ class ActionsRequests(Requests):
         }
         return columns, {"keep_empty": True}
 
-    def find_new(self, requests: Sequence[Any]) -> dict[tuple[int, str], Any]:
-        """Return the new items by row of the request and id."""
+    def find_new_items(self, requests: Sequence[Any]) -> dict[tuple[int, str], Any]:
+        """Return new items of requests, by the row of the request and the item's id."""
         new = {}
         for row, request in enumerate(requests):
             for item in request.new_items:
@@ -481,7 +481,7 @@ class ActionsRequests(Requests):
     def collate(self, requests: Sequence[Any], max_history: int) -> ActionsBatch:
         """Return the batch of requests, with the new items of all requests."""
         batch = super().collate(requests, max_history)
-        new_items = self.find_new(requests).values()
+        new_items = self.find_new_items(requests).values()
         if not new_items:
             return batch  # type: ignore[no-any-return]
         return replace(batch, **self.read_new_items(list(new_items)))

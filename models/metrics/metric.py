@@ -7,8 +7,8 @@
             return (ranking.rank < k).double()
 
 A file with such a class adds the metric to validation, `fit.metric`, evaluation and
-comparison; a file outside of `ranked` does if it is named, as `fit.metric` or with a
-model. Shapes: `B` requests, `K` ranked items, `N` items of the catalogue.
+comparison. Files outside `ranked` count only if `fit.metric` or a model's name refers
+to them. Shapes: `B` requests, `K` ranked items, `N` items of the catalogue.
 """
 
 from __future__ import annotations

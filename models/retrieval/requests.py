@@ -134,18 +134,18 @@ def decode(table: pa.Table, info: RetrievalInfo) -> Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalExamples(Examples):
-    """Requests with their histories."""
+    """Windows of users' behaviours, each with the requests that it is read for."""
 
     arrays: ClassVar[tuple[str, ...]] = (*Examples.arrays, "end", "first", "count")
 
     offsets: NDArray[np.int64]
-    """(U + 1,) index of each user's first behaviour."""
+    """(users + 1,) index of each user's first behaviour."""
     request_offsets: NDArray[np.int64]
-    """(U + 1,) index of each user's first request."""
+    """(users + 1,) index of each user's first request."""
     requests: NDArray[np.integer]
     """(m,) index of each request of the split in the columns."""
     end: NDArray[np.int32]
-    """(n,) behaviours of the user before an example's last request."""
+    """(n,) number of the user's behaviours before an example's last request."""
     first: NDArray[np.integer]
     """(n,) index in `requests` of each example's first request."""
     count: NDArray[np.integer]

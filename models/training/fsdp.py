@@ -5,7 +5,7 @@
     shards.load(optimizer, state)                      # of a full state
     with shards.gather_weights():                      # for validation
         ...
-    state = shards.full_state(optimizer)
+    state = shards.gather_state(optimizer)
 
 Each block of a language model is gathered for its computation and freed afterwards. So
 a worker holds one full block, and its shard of the 16 bytes per parameter that training
@@ -92,17 +92,19 @@ class Shards:
                 unit.set_reshard_after_forward(True)
                 unit.reshard()
 
-    def full_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """Return the full weights and optimizer state on the CPU; empty but on rank 0.
+    def gather_state(self, optimizer: torch.optim.Optimizer) -> State:
+        """Gather the full weights and optimizer state on the CPU; empty but on rank 0.
 
         Tied weights are returned once, under the first of their names, as `safetensors`
         saves them.
         """
         state = optimizer_state(optimizer)
-        states = state["state"]
-        for parameter in sorted(states):
-            values = {name: _gather(value) for name, value in states[parameter].items()}
-            states[parameter] = values if self.is_writer else {}
+        moments = state["state"]
+        for parameter in sorted(moments):  # all ranks gather in the same order
+            values = {
+                name: _gather(value) for name, value in moments[parameter].items()
+            }
+            moments[parameter] = values if self.is_writer else {}
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)

@@ -305,8 +305,9 @@ def fit(
 ) -> Iterator[Report]:
     """Train a model and yield reports.
 
-    With `world` above 1 the default process group must exist. All ranks yield the same
-    points and states; reports of progress alone follow each rank's clock.
+    With `world` above 1 the default process group must exist. All ranks yield reports
+    with points of the curves or with a state at the same steps. When they yield reports
+    with neither, which show progress, depends on each rank's clock.
 
     Args:
         model: The model, on `device`. `model(batch)` returns a mapping with the () mean
@@ -343,7 +344,7 @@ def fit(
 
     def save() -> State:
         state: State = (
-            shards.full_state(optimizer)
+            shards.gather_state(optimizer)
             if shards
             else {"optimizer": optimizer_state(optimizer)}
         )

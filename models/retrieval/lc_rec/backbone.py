@@ -43,7 +43,7 @@ def concat_segments(segments: list[Segment]) -> Segment:
 
 
 class LmBackbone(Backbone):
-    """A language model with tokens for semantic IDs: `SidTokens` t is token V + t."""
+    """A language model whose vocabulary of V words is extended by `SidTokens`."""
 
     before: Tensor
     """Words before a history."""

@@ -34,15 +34,25 @@ VECTORS = ["tasks", "actions", "features"]
 
 
 def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check behaviours, splits, tasks, actions and features of `sequences`."""
+    """Check behaviours, splits, tasks, actions and features of `sequences`.
+
+    Args:
+        tables: The audited tables.
+        rules: Rules by name, to which violations are added in place.
+
+    Returns:
+        The users (`user_id`) with a known item, whom `sequences` must have.
+    """
     info = tables.info
     users = check_lengths(tables.sequences, rules["behaviours"])
-    names = {name: getattr(info, name) for name in VECTORS}
-    values = {name: read_vectors(users, name, len(names[name])) for name in VECTORS}
-    rows = add_count_times(tables, behaviour_rows(users.drop(VECTORS)))
+    values = {
+        name: read_vectors(users, name, len(getattr(info, name))) for name in VECTORS
+    }
+    users = users.drop(VECTORS)
+    rows = add_count_times(tables, behaviour_rows(users))
     expected = expected_behaviours(tables, tables.users_events)
     expected = join_as_of(tables, add_count_times(tables, expected), "at")
-    check_behaviours(users.drop(VECTORS), rows, expected, rules["behaviours"])
+    check_behaviours(users, rows, expected, rules["behaviours"])
     # `train_end` and `val_end` count a user's events before the two cuts
     time, split = pl.col("timestamp_ms"), info.split
     before = rows.group_by("row").agg(
@@ -58,26 +68,27 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
         "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the "
         "cuts are {train}, {val} events",
     )
-    definitions = info.definitions
-    tasks = {name: task_values(task) for name, task in definitions.tasks.items()}
-    actions = {n: action_values(action) for n, action in definitions.inputs.items()}
-    recomputed = {
-        "tasks": rows.select(**tasks).cast(pl.Float64),
-        "actions": rows.select(**actions),
-        "features": pl.DataFrame(expected_features(tables, rows)),
-    }
-    for name, frame in recomputed.items():
-        expected_columns = {column.name: column.to_numpy() for column in frame}
-        rule = rules["windows" if name == "features" else "tasks"]
-        rule.rows = rows.height
-        noun = name.removesuffix("s")
-        check_values(rows, values[name], names[name], expected_columns, noun, rule)
+    tasks = {name: task_values(task) for name, task in info.definitions.tasks.items()}
+    inputs = info.definitions.inputs
+    actions = {name: action_values(action) for name, action in inputs.items()}
+    rules["tasks"].rows = rules["windows"].rows = rows.height
+    recomputed = rows.select(**tasks).cast(pl.Float64)
+    check_values(rows, values["tasks"], info.tasks, recomputed, "task", rules["tasks"])
+    recomputed = rows.select(**actions)
+    check_values(
+        rows, values["actions"], info.actions, recomputed, "action", rules["tasks"]
+    )
+    recomputed = pl.DataFrame(expected_features(tables, rows))
+    check_values(
+        rows, values["features"], info.features, recomputed, "feature", rules["windows"]
+    )
     check_as_of(tables, rules["features"])
     # the split of each event, by its index within its user's
     rows = rows.join(ends.drop("user_id"), on="row", how="left", maintain_order="left")
     index = pl.col("index")
-    split_name = name_split(index < pl.col("train_end"), index < pl.col("val_end"))
-    rows = rows.with_columns(split=split_name)
+    rows = rows.with_columns(
+        split=name_split(index < pl.col("train_end"), index < pl.col("val_end"))
+    )
     counts: dict[str, int | dict[str, int]] = {
         "requests": count_per_split(rows),
         "users_with_candidates": count_per_split(rows.unique(["row", "split"])),

@@ -54,7 +54,8 @@ def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
     rows = unfold(tables, rules)
     log = read_log(tables, queries)
     users_log = tables.with_user_rows(log)
-    expected = expected_behaviours(tables, users_log)
+    sessions = tables.sessions if tables.info.sessions else None
+    expected = expected_behaviours(tables, users_log, sessions)
     check_behaviours(
         rows.users.drop("features"), rows.behaviours, expected, rules["behaviours"]
     )
@@ -261,7 +262,7 @@ def check_features(
     ]
     values = np.concatenate(flat).reshape(points.height, len(names))
     rule.rows += points.height
-    expected = expected_features(tables, log, points)
+    expected = pl.DataFrame(expected_features(tables, log, points))
     check_values(points, values, names, expected, "feature", rule)
 
 

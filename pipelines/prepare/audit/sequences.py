@@ -94,7 +94,9 @@ def request_rows(users: pl.DataFrame) -> pl.DataFrame:
     return columns.explode("requests").unnest("requests").with_columns(INDEX)
 
 
-def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
+def expected_behaviours(
+    tables: Tables, events: pl.DataFrame, sessions: pl.DataFrame | None = None
+) -> pl.DataFrame:
     """Recompute the behaviours of users from their events.
 
     They are the behaviours on items of the catalogue, in the order in which they become
@@ -103,6 +105,7 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     Args:
         tables: Tables under audit, which are read into memory.
         events: Events with the `row` of their user.
+        sessions: Behaviours of sessions, numbered in the column `session`.
 
     Returns:
         The behaviours, with `item_index` and `index`.
@@ -111,19 +114,22 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
         tables.catalogue, on="item_id", maintain_order="left"
     )
     # events that are equal in all keys keep the order of the file
-    order = ["row", tables.known_time_column, *tables.event_order]
-    if getattr(tables.info, "sessions", ()):
-        # behaviours of sessions come last among those of the same time
-        order.insert(2, "session")
+    keys = ["row", tables.known_time_column, *tables.event_order]
+    if sessions is not None:
+        # at equal times, behaviours of events come first: nulls sort before numbers
+        keys.insert(2, "session")
         items = tables.items.select("item_index", "item_id", *tables.info.item_features)
-        rows = tables.with_user_rows(tables.sessions).join(items, on="item_id")
-        rows = rows.with_columns(
-            pl.lit(-1, pl.Int32).alias("position"),
-            pl.lit(-1, behaviours.schema["query_index"]).alias("query_index"),
-            pl.col("timestamp_ms").alias(tables.known_time_column),
+        rows = (
+            tables.with_user_rows(sessions)
+            .join(items, on="item_id")
+            .with_columns(
+                pl.lit(-1, pl.Int32).alias("position"),
+                pl.lit(-1, behaviours.schema["query_index"]).alias("query_index"),
+                pl.col("timestamp_ms").alias(tables.known_time_column),
+            )
         )
         behaviours = pl.concat([behaviours, rows], how="diagonal_relaxed")
-    behaviours = behaviours.sort(order, maintain_order=True)
+    behaviours = behaviours.sort(keys, maintain_order=True)
     length = pl.len().over("row").cast(pl.Int64)
     num_truncated = (length - tables.info.max_events).clip(0)
     index = pl.int_range(pl.len(), dtype=pl.Int64).over("row") - num_truncated
@@ -330,7 +336,7 @@ def check_values(
     rows: pl.DataFrame,
     values: np.ndarray,
     names: list[str],
-    expected: dict[str, np.ndarray],
+    expected: pl.DataFrame,
     noun: str,
     rule: Rule,
 ) -> None:
@@ -340,7 +346,7 @@ def check_values(
         rows: Columns `user_id`, `item_index` and `timestamp_ms`, for messages.
         values: Values (rows, names) of the table.
         names: Names of the columns of `values`.
-        expected: Expected values (rows,) by name.
+        expected: Columns of expected values.
         noun: Name of a column's kind in messages, such as `feature`.
         rule: Rule that rows and violations are added to.
     """
@@ -348,7 +354,7 @@ def check_values(
         if name not in expected:
             rule.add_violation(f"{name}: unknown {noun}", rows.height)
             continue
-        value, correct = values[:, column], expected[name]
+        value, correct = values[:, column], expected[name].to_numpy()
         tolerance = FLOAT32_TOLERANCE * np.maximum(1, np.abs(correct))
         is_wrong = ~(np.abs(value - correct) <= tolerance)
         compared = rows.with_columns(

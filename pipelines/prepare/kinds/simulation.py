@@ -143,15 +143,18 @@ def draw_times(lengths: np.ndarray, rng: Generator) -> np.ndarray:
         (E,) epoch ms of the events, grouped by user and strictly increasing per user.
     """
     total = int(lengths.sum())
-    first = lengths_to_starts(lengths)
+    first = lengths_to_starts(lengths)  # (U,)
     # heavy-tailed gaps: sessions, then days without an event
-    elapsed = np.cumsum(rng.lognormal(0.0, 2.0, total))
+    elapsed = np.cumsum(rng.lognormal(0.0, 2.0, total))  # (E,)
     begin = np.repeat(elapsed[first], lengths)
     duration = np.repeat(elapsed[first + lengths - 1], lengths) - begin
-    share = (elapsed - begin) / np.maximum(duration, 1e-9)
-    start = rng.random(len(lengths)) * 0.7
-    length = (1 - start) * rng.uniform(0.2, 1.0, len(lengths))
-    relative_time = np.repeat(start, lengths) + share * np.repeat(length, lengths)
+    share = (elapsed - begin) / np.maximum(duration, 1e-9)  # of the user's time
+    # (U,) part of the log's span in which a user is active
+    user_start = rng.random(len(lengths)) * 0.7
+    user_span = (1 - user_start) * rng.uniform(0.2, 1.0, len(lengths))
+    relative_time = np.repeat(user_start, lengths) + share * np.repeat(
+        user_span, lengths
+    )
     index = np.arange(total) - np.repeat(first, lengths)  # within the user
     return START_MS + (relative_time * SPAN_MS).astype(int) + index
 

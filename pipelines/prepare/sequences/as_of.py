@@ -129,29 +129,26 @@ def add_sessions(
 
 def check_matched(
     run: Run,
-    tables: dict[str, Table[AsOfInfo]],
     num_events: int,
-    count: Counter[str],
+    num_missing: dict[str, int],
 ) -> None:
     """Check that each table matches events, and report how many have no earlier row.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        tables: The tables, by name.
         num_events: Number of events of the log.
-        count: Counts of `join_as_of` over all parts.
+        num_missing: Number of events without an earlier row, by table.
 
     Raises:
         UserError: If a table has no row before any event.
     """
-    for name in tables:
-        num_missing = count[f"nothing_of_{name}"]
-        if num_missing == num_events:
+    for name, missing in num_missing.items():
+        if missing == num_events:
             raise UserError(
                 f"{name} has no row before any of the {num_events:,} events"
             )
-        if num_missing:
+        if missing:
             run.report(
-                f"{name}: {num_missing:,} of {num_events:,} events "
-                f"({num_missing / num_events:.1%}) have no earlier row"
+                f"{name}: {missing:,} of {num_events:,} events "
+                f"({missing / num_events:.1%}) have no earlier row"
             )

@@ -197,7 +197,7 @@ class Input(InputSettings):
 
 @dataclass(config=STRICT, frozen=True)
 class Counts(ActionCounts, WindowSettings):
-    """Settings of the counts of a source file."""
+    """Settings of windowed counts of actions, the section `counts` of a source file."""
 
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):

@@ -120,7 +120,7 @@ class Column:
         if len(self.values):
             self._find_time()
             if not self.time and not self.is_number:
-                self._find_list()
+                self.list_sql = self._find_list_sql()
 
     def share(self, pattern: str) -> float:
         """Return the share of the ids that match a regex."""
@@ -191,15 +191,16 @@ class Column:
             is_day = bool((fits[0].drop_nulls() % 86_400_000 == 0).all())
             self.time_rank = self.has_word(OTHER_TIME), is_day, not is_named
 
-    def _find_list(self) -> None:
-        """Set the SQL of a list of ids if the values are lists."""
+    def _find_list_sql(self) -> str:
+        """Return the SQL of a list of ids; empty if the values are not lists."""
         kind = self.values.dtype
         if isinstance(kind, pl.List) and not kind.inner.is_nested():
-            self.list_sql = self.name
+            return self.name
         word = r"[\w:-]*\d[\w:-]*"
         for delimiter in " ,|;":
             if self.share(rf"^{word}([{delimiter}]{word})+$") > 0.5:
-                self.list_sql = f"string_to_array({self.name}, '{delimiter}')"
+                return f"string_to_array({self.name}, '{delimiter}')"
+        return ""
 
 
 @dataclass
