@@ -36,6 +36,7 @@ os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
 import polars as pl
 import ray
 import torch
+from pyarrow.fs import FileSelector
 from ray import tune
 from ray.tune import Callback
 from ray.tune.integration.ray_train import TuneReportCallback
@@ -283,7 +284,9 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
         tune.PlacementGroupFactory([bundle], bundle_label_selector=labels),  # type: ignore[arg-type]
     )
     filesystem, path = open_uri(join(sweep.folder, "tune"))
-    if tune.Tuner.can_restore(path, storage_filesystem=filesystem):
+    # Tune writes its state after the file that `Tuner.can_restore` looks for
+    stored = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
+    if any("experiment_state" in file.base_name for file in stored):
         tuner = tune.Tuner.restore(
             path, trainable, restart_errored=True, storage_filesystem=filesystem
         )
