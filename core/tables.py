@@ -27,7 +27,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,6 +46,9 @@ from core.files import (
 )
 from core.options import find_difference
 
+if TYPE_CHECKING:
+    import polars as pl
+
 MANIFEST = "manifest.json"
 
 SCHEMA_VERSION = 1
@@ -58,6 +61,9 @@ LARGEST_NUMBER = 1.8e19
 """Largest float32 whose square is finite. In many exports larger numbers, such as
 FLT_MAX, mark a missing value."""
 
+
+DICTIONARY = pa.dictionary(pa.int32(), pa.string())
+"""Type of the text of an enum, which is written as it is, without a copy per row."""
 
 PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
 """Pattern of the name of a part, with the first digits of the part's SHA-256."""
@@ -337,6 +343,15 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
     )
     write_file(join(uri, part.path), content)
     return part
+
+
+def write_frame(uri: str, rows: pl.DataFrame, schema: pa.Schema) -> Part:
+    """Write the rows of a frame as one part of a table with this schema."""
+    table = rows.select(schema.names).to_arrow()
+    for index, column in enumerate(table.schema):
+        if pa.types.is_dictionary(column.type):
+            schema = schema.set(index, schema.field(index).with_type(DICTIONARY))
+    return write_part(uri, table.cast(schema).combine_chunks())
 
 
 def make_table(

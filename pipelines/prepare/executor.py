@@ -303,16 +303,16 @@ def _read_rows(exchange: Exchange, reads: pa.Table) -> Iterator[pa.Table]:
             if isinstance(block, ReadSummary):
                 key = pl.lit(exchange.num_partitions, pl.Int32).alias(KEY)
                 summary = pl.lit(pickle.dumps(block)).alias(SUMMARY)
-                yield _to_arrow(rows.clear(1).with_columns(key, summary))
+                yield rows.clear(1).with_columns(key, summary).to_arrow()
                 continue
             rows = block.with_columns(pl.lit(None, pl.Binary).alias(SUMMARY))
-            yield _to_arrow(rows)
+            yield rows.to_arrow()
 
 
 def _run_first_kernel(exchange: Exchange, rows: pa.Table) -> pa.Table:
     """Run the kernel of the preceding shuffle on the rows of one task."""
     assert exchange.first_kernel is not None
-    return _to_arrow(exchange.first_kernel(pl.DataFrame(rows)))
+    return exchange.first_kernel(pl.DataFrame(rows)).to_arrow()
 
 
 def _run_kernel(exchange: Exchange, rows: pa.Table) -> Iterator[pa.Table]:
@@ -324,11 +324,7 @@ def _run_kernel(exchange: Exchange, rows: pa.Table) -> Iterator[pa.Table]:
             part = part.drop(SUMMARY, strict=False)
             result = exchange.kernel(*map(fetch, exchange.shared), partition, part)
             results = [pickle.dumps(result)]
-        yield _to_arrow(pl.DataFrame({RESULT: results}, {RESULT: pl.Binary}))
-
-
-def _to_arrow(rows: pl.DataFrame) -> pa.Table:
-    return rows.to_arrow(compat_level=pl.CompatLevel.oldest())
+        yield pl.DataFrame({RESULT: results}, {RESULT: pl.Binary}).to_arrow()
 
 
 def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:

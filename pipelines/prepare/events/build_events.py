@@ -23,7 +23,7 @@ import pyarrow as pa
 from core.errors import UserError, pluralize
 from core.files import join, open_uri
 from core.schemas import REJECTS, EventsInfo, Match, PartitionInfo, RejectsInfo
-from core.tables import Part, Table, read_parquet, write_part
+from core.tables import Part, Table, read_parquet, write_frame
 from pipelines.prepare.events.parts import (
     LOG_PLACE,
     EventStats,
@@ -370,8 +370,7 @@ def read_piece(
         if not piece_index and not num_events:  # the mapping is wrong: stop early
             rejected.check(max(max_rejects, MAX_REJECT_SHARE), " of the first events")
         if block.rejects.height:
-            rejects = block.rejects.select(REJECTS.names).to_arrow().cast(REJECTS)
-            reject_parts.append(write_part(rejects_uri, rejects))
+            reject_parts.append(write_frame(rejects_uri, block.rejects, REJECTS))
         num_events += block.rows.height
         yield block.rows.with_columns(keys).drop(LOG_ROW)
     # a summary follows a frame, and a piece may have no block
@@ -414,14 +413,8 @@ def write_partition(
         rows = pl.concat([old.select(rows.columns), rows])
         old_duplicates = 0 if keep_duplicates else info.duplicates
     events, duplicates = order_events(rows, schema, keep_duplicates)
-    id_type = pa.dictionary(pa.int32(), pa.string())
-    fields = [
-        field.with_type(id_type) if field.name in ("user_id", "item_id") else field
-        for field in schema
-    ]
-    table = events.to_arrow(compat_level=pl.CompatLevel.oldest())
     return WrittenPartition(
-        part=write_part(events_uri, table.cast(pa.schema(fields)).combine_chunks()),
+        part=write_frame(events_uri, events, schema),
         info=PartitionInfo(
             partition=partition,
             first_user=events["user_id"][0],

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from core.errors import UserError
 from core.schemas import ItemsInfo, Match, Split
-from core.tables import Table, write_part
+from core.tables import Table, write_frame
 from pipelines.prepare.events.build_events import LoadStats, check_matched
 from pipelines.prepare.events.parts import (
     EventStats,
@@ -127,10 +127,9 @@ def make_items(
     if files:
         _check_metadata(run, in_core, metadata["item_id"])
     with run.tables.clean_up_on_error("items"):
-        parts = []
-        for rows in items.select(schema.names).iter_slices(ITEMS_PER_PART):
-            table = rows.to_arrow().cast(schema)
-            parts.append(write_part(run.tables.table_uri("items"), table))
+        uri = run.tables.table_uri("items")
+        slices = items.iter_slices(ITEMS_PER_PART)
+        parts = [write_frame(uri, rows, schema) for rows in slices]
         committed = run.tables.commit(
             "items",
             schema,

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from core.errors import UserError
 from core.schemas import AsOfInfo
-from core.tables import Table, write_part
+from core.tables import Table, write_frame
 from pipelines.prepare.reading.rows import read_section
 from pipelines.prepare.run import Run
 
@@ -47,7 +47,7 @@ def make_timed_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
         rows = rows.sort(keys, maintain_order=True)
         last = rows.unique(keys, keep="last", maintain_order=True)
         schema, uri = section.schema, run.tables.table_uri(name)
-        part = write_part(uri, last.to_arrow().cast(schema))
+        part = write_frame(uri, last, schema)
         info = AsOfInfo(section.key, stamps)
         run.report(
             f"{name}: {last.height:,} rows; dropped {rows.height - last.height:,} with "

@@ -35,7 +35,7 @@ from core.schemas import (
     Split,
 )
 from core.splits import SPLITS
-from core.tables import Part, Table, write_part
+from core.tables import Part, Table, write_frame
 from pipelines.prepare.events.parts import (
     is_behaviour,
     read_events,
@@ -314,7 +314,7 @@ class SequenceBuilder(ABC):
         lists = [name for name in self.output.names if name not in rows.columns]
         histories = behaviours.group_by("user", maintain_order=True).agg(lists)
         rows = rows.join(histories, on="user", how="left", maintain_order="left")
-        rows = rows.with_columns(pl.col(lists).fill_null([])).select(self.output.names)
+        rows = rows.with_columns(pl.col(lists).fill_null([]))
 
         is_tied = (pl.col("known").diff() == 0) & (pl.col("user").rle_id().diff() == 0)
         count["tied_rows"] = behaviours.select(is_tied.sum()).item()
@@ -325,8 +325,7 @@ class SequenceBuilder(ABC):
         count["interactions"] = behaviours.height
         lengths = rows["item_index"].list.len()
         count["max_length"] = int(lengths.max() or 0)  # type: ignore[arg-type]
-        arrow = rows.to_arrow(compat_level=pl.CompatLevel.oldest()).cast(self.output)
-        part = write_part(sequences_uri, arrow)
+        part = write_frame(sequences_uri, rows, self.output)
         return BuiltPart(part, count, self.training_stats(requests, behaviours))
 
     # Steps of the table, on the driver.

@@ -23,7 +23,7 @@ from core.errors import UserError, pluralize
 from core.options import as_base
 from core.schemas import CountsInfo, EventsInfo, ItemsInfo, counts_schema
 from core.settings import SearchCounts
-from core.tables import Part, Table, fingerprint, write_part
+from core.tables import Part, Table, fingerprint, write_frame
 from pipelines.prepare.kinds.search.features import counted_names, never_counted
 from pipelines.prepare.kinds.search.sequences import (
     SearchBuilder,
@@ -147,5 +147,6 @@ def _write_bucket(
             for column in KEYS[kind]:
                 keys = keys.join(ids[column], on=column, maintain_order="left")
             frames.append(keys.select("^(item_id|query)$", *names[kind]))
-    table = pl.concat(frames, how="diagonal").to_arrow().cast(schema)
-    return bucket, write_part(uri, table) if table.num_rows else None, num_keys
+    counts = pl.concat(frames, how="diagonal")
+    part = write_frame(uri, counts, schema) if counts.height else None
+    return bucket, part, num_keys

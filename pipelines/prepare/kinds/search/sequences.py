@@ -32,7 +32,7 @@ from core.schemas import (
 )
 from core.settings import SearchCounts
 from core.splits import MINUTE_MS
-from core.tables import Table, write_part
+from core.tables import Table, write_frame
 from pipelines.prepare.events.parts import IdCounts, read_events
 from pipelines.prepare.kinds.search.features import (
     QUERY_FEATURES,
@@ -421,7 +421,7 @@ def make_queries(run: Run, events: Table) -> Table:
         distinct.add(part_queries)
     queries = distinct.sort().select(query="id").with_row_index("query_index")
     parts = [
-        write_part(uri, rows.to_arrow().cast(QUERIES))
+        write_frame(uri, rows, QUERIES)
         for rows in queries.iter_slices(QUERIES_PER_PART)
     ]
     committed = run.tables.commit("queries", QUERIES, parts, {}, inputs, QueriesInfo())
