@@ -43,7 +43,7 @@ from pipelines.prepare.kinds.registry import KINDS, resolve_config
 from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.summary import collect_warnings, summarise
 from pipelines.prepare.reading.log import Log, describe_unread, load_source
-from pipelines.prepare.run import OutputTables, Report, Run
+from pipelines.prepare.run import Report, Run
 from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
 from pipelines.prepare.settings.config import PrepareConfig, PrepareOptions
@@ -143,7 +143,6 @@ def prepare(
     input_uri, output_uri = str(input_uri), str(output_uri)
     config = resolve_config(source, input_uri, config)
     kind = KINDS[config.kind]
-    behaviour = None if kind.uses_all_events else config.behaviour
     with ExitStack() as stack:
         stack.enter_context(writing(output_uri))
         found: dict[str, Table] = {}
@@ -176,25 +175,33 @@ def prepare(
             name in found and found[name].hash == made_from.get(name)
             for name in ("events", "items")
         )
-        tables = OutputTables(
-            output_uri, report, executor, extends, is_complete, existing=found
+        run = Run(
+            source,
+            input_uri,
+            output_uri,
+            config,
+            None if kind.uses_all_events else config.behaviour,
+            report,
+            executor,
+            grows=existing == "append",
+            append=extends,
+            is_complete=is_complete,
+            existing=found,
         )
-        grows = existing == "append"
-        run = Run(source, input_uri, config, behaviour, report, executor, tables, grows)
         for line in describe_unread(source, input_uri):
             report(line)
-        stack.enter_context(tables.clean_up_on_error(*TABLES, *source.timed))
+        stack.enter_context(run.clean_up_on_error(*TABLES, *source.timed))
         events, load_stats = make_events(run, partitions)
         split = _choose_split(run, events, load_stats)
         items = make_items(run, events, load_stats, split)
         sequences = make_sequences(run, kind, events, items, split)
-        tables.put_in_place()
+        run.put_in_place()
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(output_uri, STATISTICS), content.encode())
         if config.counts_as_of is not None:
             make_counts(run, events, items, config.counts_as_of)
-            tables.put_in_place()
+            run.put_in_place()
     for line in collect_warnings(items, sequences):
         report(line)
     return Prepared(source, events, items, sequences)
@@ -216,7 +223,7 @@ def _choose_split(run: Run, events: Table[EventsInfo], load_stats: LoadStats) ->
             "the papers"
         )
     inputs = run.split_inputs(events)
-    earlier = run.tables.existing.get("items")
+    earlier = run.existing.get("items")
     if earlier and earlier.info.split_made_from == inputs:
         return earlier.info.split  # type: ignore[no-any-return]
     return cut_times(load_stats(), config.split, run.executor)

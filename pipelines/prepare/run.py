@@ -38,27 +38,39 @@ items keep their row numbers in an extended version."""
 
 
 @dataclass
-class OutputTables:
-    """The tables in the output folder of a run."""
+class Run:
+    """A call of `prepare`, shared by its steps: log, settings and output tables."""
 
-    uri: str
+    source: Log
+    """Mapping from the columns of the raw files to events, items and users."""
+    input: str
+    """Folder of the raw files."""
+    output: str
     """Folder that the tables are written to."""
+    config: PrepareConfig
+    """Settings as returned by `resolve_config`."""
+    behaviour: str | None
+    """Label of the events that the catalogue and the split count; None if they count
+    all events."""
     report: Report
     executor: Executor
-    append: bool = False
+    grows: bool
+    """Whether files may be appended later: `--append` was given, possibly for the first
+    files."""
+    append: bool
     """Extend existing tables. All new versions are put in place together, at the end of
     the run."""
-    is_complete: bool = False
+    is_complete: bool
     """Whether the folder holds the tables of a finished run, which must not be replaced
     by tables of other inputs or settings."""
-    existing: dict[str, Table] = field(default_factory=dict)
+    existing: dict[str, Table]
     """The tables in place, by name; with `overwrite` those of this run alone."""
     pending: dict[str, Table] = field(default_factory=dict)
     """Tables that are written but not yet in place."""
 
     def table_uri(self, name: str) -> str:
         """Return the folder of a table."""
-        return join(self.uri, name)
+        return join(self.output, name)
 
     def find_finished(
         self,
@@ -176,27 +188,6 @@ class OutputTables:
                     clear(uri, listed | {MANIFEST})
             raise
 
-
-@dataclass(frozen=True)
-class Run:
-    """Log, settings and tables of a call of `prepare`, shared by its steps."""
-
-    source: Log
-    """Mapping from the columns of the raw files to events, items and users."""
-    input: str
-    """Folder of the raw files."""
-    config: PrepareConfig
-    """Settings as returned by `resolve_config`."""
-    behaviour: str | None
-    """Label of the events that the catalogue and the split count; None if they count
-    all events."""
-    report: Report
-    executor: Executor
-    tables: OutputTables
-    grows: bool = False
-    """Whether files may be appended later: `--append` was given, possibly for the first
-    files."""
-
     @property
     def is_late(self) -> bool:
         """Whether the behaviour label becomes known later than its event."""
@@ -221,7 +212,7 @@ class Run:
             self.report(
                 f"where: {pluralize(rejected.left_out, 'row')}{rows} left out{others}"
             )
-            if others and not self.tables.append:
+            if others and not self.append:
                 raise UserError(
                     f"where takes none of the {rejected.left_out:,} rows{rows}"
                 )
@@ -231,7 +222,7 @@ class Run:
 
     def read_items(self, *columns: str) -> pl.DataFrame:
         """Return ids, indices and other columns of the items."""
-        items = self.tables.current("items").read(["item_id", "item_index", *columns])
+        items = self.current("items").read(["item_id", "item_index", *columns])
         return pl.DataFrame(items)
 
     def split_inputs(self, events: Table) -> list[Any]:

@@ -123,7 +123,7 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
     Returns:
         The table of the events, and a function that returns their statistics.
     """
-    earlier = run.tables.appended_version("events")
+    earlier = run.appended_version("events")
     if earlier:
         num_partitions = run.config.partitions or earlier.config["partitions"]
     files = run.source.event_files(run.input)
@@ -144,8 +144,8 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
             rows = pluralize(earlier.rows, "row")
             run.report(f"events: up to date, {rows}; no new files")
     else:
-        events = run.tables.find_finished(EventsInfo, settings, {}, stamps)
-        if not run.tables.find_finished(RejectsInfo, settings, {}, stamps):
+        events = run.find_finished(EventsInfo, settings, {}, stamps)
+        if not run.find_finished(RejectsInfo, settings, {}, stamps):
             events = None
     if events is None or (earlier and files):
         events, fresh_stats = _read_files(
@@ -193,7 +193,7 @@ def _find_new_files(
         continues = continues and new_files[0] > max(old.keys() - user_files)
     if new_files and not continues:
         raise UserError(
-            f"cannot append to {run.tables.table_uri('events')}: its events are in the "
+            f"cannot append to {run.table_uri('events')}: its events are in the "
             f"order of the log, which {new_files[0]} does not continue",
             "settings",
         )
@@ -215,81 +215,78 @@ def _read_files(
         f"{pluralize(partitions, 'partition')}"
     )
     begin = time.perf_counter()
-    with run.tables.clean_up_on_error("events", "rejects"):
-        users = None
-        if run.source.users:
-            rows, rejected = read_section(run.source.users, run.input, user_files)
-            run.check_rejects(rejected, " of the user files")
-            users = rows.unique("user_id", keep="first", maintain_order=True)
-        written, summaries, stats = exchange_events(
-            run, files, partitions, users, earlier
+    users = None
+    if run.source.users:
+        rows, rejected = read_section(run.source.users, run.input, user_files)
+        run.check_rejects(rejected, " of the user files")
+        users = rows.unique("user_id", keep="first", maintain_order=True)
+    written, summaries, stats = exchange_events(run, files, partitions, users, earlier)
+    rejected = RejectCounts()
+    for summary in summaries:
+        rejected.add(summary.rejected)
+    if not earlier:
+        check_missing(rejected.missing, "event", run.input)
+    for name, hint in (rejected.missing or {}).items():
+        run.report(
+            f"warning: no new file has a column '{name}', so its values are "
+            f"missing; {hint}"
         )
-        rejected = RejectCounts()
-        for summary in summaries:
-            rejected.add(summary.rejected)
-        if not earlier:
-            check_missing(rejected.missing, "event", run.input)
-        for name, hint in (rejected.missing or {}).items():
-            run.report(
-                f"warning: no new file has a column '{name}', so its values are "
-                f"missing; {hint}"
-            )
-        run.check_rejects(rejected)
-        if not rejected.rows_read and not earlier:
-            raise UserError(f"{run.input} has no rows in {', '.join(files[:3])}")
-        if not written:
-            raise UserError(f"{run.input} has no valid event")
-        matched, duplicates = Match(), 0
-        for _, partition in written:
-            matched.add(partition.matched)
-            duplicates += partition.duplicates
-        if users is not None and matched_share(matched) < WARN_BELOW:
-            matched.others = users["user_id"].head(2).to_list()
-        check_matched(matched, "user", run.config.min_matched, run.report)
-        rows_read, reasons = rejected.rows_read, rejected.reasons
-        left_out = rejected.left_out
-        if earlier:
-            rows_read += earlier.info.rows_read
-            left_out += earlier.info.rows_left_out
-            reasons = Counter(earlier.info.reject_reasons) + reasons
-        info = EventsInfo(
-            log=run.source.info,
-            parts=[partition for _, partition in written],
-            ties=run.config.ties,
-            rows_read=rows_read,
-            rejects=reasons.total(),
-            reject_reasons=dict(sorted(reasons.items())),
-            rows_left_out=left_out,
-            duplicates=0 if keep else duplicates,
-            duplicates_kept=duplicates if keep else None,
-            users=stats.users,
-            first_ms=stats.first_ms,
-            last_ms=stats.last_ms,
-            grain_ms=stats.grain_ms,
-            stamps=stamps,
-            user_files=user_files,
-        )
-        events = run.tables.commit(
-            "events",
-            run.source.schema,
-            [part for part, _ in written],
-            settings,
-            {},
-            info,
-        )
-        old_rejects: list[Part] = []
-        if earlier:
-            rejects = run.tables.existing["rejects"]
-            old_rejects = rejects.files
-            if rejects.info.stamps != earlier.info.stamps:
-                # A run that was killed after it committed rejects and before it
-                # committed events has left rejects of files that events do not contain.
-                old_rejects = old_rejects[: rejects.info.old_files]
-        parts = list(old_rejects)
-        for summary in summaries:
-            parts += summary.reject_parts
-        rejects_info = RejectsInfo(stamps, len(old_rejects))
-        run.tables.commit("rejects", REJECTS, parts, settings, {}, rejects_info)
+    run.check_rejects(rejected)
+    if not rejected.rows_read and not earlier:
+        raise UserError(f"{run.input} has no rows in {', '.join(files[:3])}")
+    if not written:
+        raise UserError(f"{run.input} has no valid event")
+    matched, duplicates = Match(), 0
+    for _, partition in written:
+        matched.add(partition.matched)
+        duplicates += partition.duplicates
+    if users is not None and matched_share(matched) < WARN_BELOW:
+        matched.others = users["user_id"].head(2).to_list()
+    check_matched(matched, "user", run.config.min_matched, run.report)
+    rows_read, reasons = rejected.rows_read, rejected.reasons
+    left_out = rejected.left_out
+    if earlier:
+        rows_read += earlier.info.rows_read
+        left_out += earlier.info.rows_left_out
+        reasons = Counter(earlier.info.reject_reasons) + reasons
+    info = EventsInfo(
+        log=run.source.info,
+        parts=[partition for _, partition in written],
+        ties=run.config.ties,
+        rows_read=rows_read,
+        rejects=reasons.total(),
+        reject_reasons=dict(sorted(reasons.items())),
+        rows_left_out=left_out,
+        duplicates=0 if keep else duplicates,
+        duplicates_kept=duplicates if keep else None,
+        users=stats.users,
+        first_ms=stats.first_ms,
+        last_ms=stats.last_ms,
+        grain_ms=stats.grain_ms,
+        stamps=stamps,
+        user_files=user_files,
+    )
+    events = run.commit(
+        "events",
+        run.source.schema,
+        [part for part, _ in written],
+        settings,
+        {},
+        info,
+    )
+    old_rejects: list[Part] = []
+    if earlier:
+        rejects = run.existing["rejects"]
+        old_rejects = rejects.files
+        if rejects.info.stamps != earlier.info.stamps:
+            # A run that was killed after it committed rejects and before it
+            # committed events has left rejects of files that events do not contain.
+            old_rejects = old_rejects[: rejects.info.old_files]
+    parts = list(old_rejects)
+    for summary in summaries:
+        parts += summary.reject_parts
+    rejects_info = RejectsInfo(stamps, len(old_rejects))
+    run.commit("rejects", REJECTS, parts, settings, {}, rejects_info)
     run.report(
         f"events: {pluralize(events.rows, 'row')} of "
         f"{pluralize(info.users, 'user')}, each in one part "
@@ -466,7 +463,7 @@ def exchange_events(
         RuntimeError: If the shuffle did not return each event exactly once.
     """
     source, executor = run.source, run.executor
-    events_uri = run.tables.table_uri("events")
+    events_uri = run.table_uri("events")
     existing: dict[int, tuple[Part, PartitionInfo]] = {}
     if earlier:
         pairs = zip(earlier.files, earlier.info.parts, strict=True)
@@ -485,7 +482,7 @@ def exchange_events(
             pieces,
             source,
             run.input,
-            run.tables.table_uri("rejects"),
+            run.table_uri("rejects"),
             run.config.ties == "log_order",
             partitions,
             run.config.max_rejects,

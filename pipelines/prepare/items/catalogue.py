@@ -57,10 +57,10 @@ def make_items(
     settings = json.loads(json.dumps(settings, default=str))
     inputs = {"events": events.hash}
     stamps = run.stamps(files)
-    if finished := run.tables.find_finished(ItemsInfo, settings, inputs, stamps):
+    if finished := run.find_finished(ItemsInfo, settings, inputs, stamps):
         return finished
     stats = load_stats()
-    earlier = run.tables.appended_version("items")
+    earlier = run.appended_version("items")
     missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
     if missing:
         raise UserError(
@@ -126,18 +126,17 @@ def make_items(
         info.items_without_behaviours = items.height - in_core.height
     if files:
         _check_metadata(run, in_core, metadata["item_id"])
-    with run.tables.clean_up_on_error("items"):
-        uri = run.tables.table_uri("items")
-        slices = items.iter_slices(ITEMS_PER_PART)
-        parts = [write_frame(uri, rows, schema) for rows in slices]
-        committed = run.tables.commit(
-            "items",
-            schema,
-            parts,
-            settings,
-            inputs,
-            info,
-        )
+    uri = run.table_uri("items")
+    slices = items.iter_slices(ITEMS_PER_PART)
+    parts = [write_frame(uri, rows, schema) for rows in slices]
+    committed = run.commit(
+        "items",
+        schema,
+        parts,
+        settings,
+        inputs,
+        info,
+    )
     without_behaviours = ""
     if info.items_without_behaviours is not None:
         without_behaviours = (

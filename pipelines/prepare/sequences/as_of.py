@@ -35,7 +35,7 @@ def make_timed_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
         files, adapter = section.list_files(run.input), TypeAdapter(type(section))
         settings = {"as_of": adapter.dump_python(section, exclude_defaults=True)}
         stamps = run.stamps(files)
-        if table := run.tables.find_finished(AsOfInfo, settings, {}, stamps, name):
+        if table := run.find_finished(AsOfInfo, settings, {}, stamps, name):
             tables[name] = table
             continue
         rows, rejected = read_section(section, run.input, files)
@@ -46,14 +46,14 @@ def make_timed_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
         keys = [*ids, "timestamp_ms"]
         rows = rows.sort(keys, maintain_order=True)
         last = rows.unique(keys, keep="last", maintain_order=True)
-        schema, uri = section.schema, run.tables.table_uri(name)
+        schema, uri = section.schema, run.table_uri(name)
         part = write_frame(uri, last, schema)
         info = AsOfInfo(section.key, stamps)
         run.report(
             f"{name}: {last.height:,} rows; dropped {rows.height - last.height:,} with "
             f"the id and time of a later row"
         )
-        tables[name] = run.tables.commit(name, schema, [part], settings, {}, info)
+        tables[name] = run.commit(name, schema, [part], settings, {}, info)
     return tables
 
 

@@ -369,7 +369,7 @@ def make_sequences(
     settings = asdict(as_base(config, SequencesConfig))
     tables: dict[str, Table[Any]] = {"events": events, "items": items, **made}
     inputs = {name: table.hash for name, table in tables.items()}
-    if finished := run.tables.find_finished(SequencesInfo, settings, inputs):
+    if finished := run.find_finished(SequencesInfo, settings, inputs):
         return finished
     started = time.perf_counter()
     builder = builder.resolve(run, events)
@@ -399,7 +399,7 @@ def make_sequences(
             for name, table in as_of.items()
         },
     )
-    sequences = run.tables.commit(
+    sequences = run.commit(
         "sequences", builder.output, built.parts, settings, inputs, info
     )
     seconds = time.perf_counter() - started
@@ -422,7 +422,7 @@ def build_parts(
     """Build and write the parts of `sequences`, and report their progress."""
     uris = events.part_uris()
     lookups = run.executor.put(builder.read_lookups(run, as_of))
-    shared = (builder, run.tables.table_uri("sequences"), lookups)
+    shared = (builder, run.table_uri("sequences"), lookups)
     build = SequenceBuilder.build
     results: Iterator[tuple[int, BuiltPart]]
     if counter := builder.create_counter(run):

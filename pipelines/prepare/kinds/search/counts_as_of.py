@@ -69,12 +69,12 @@ def make_counts(
         )
     settings = {"counts_as_of": as_of_ms, "search": asdict(config), "behaviour": click}
     inputs = {"events": events.hash, "items": items.hash}
-    earlier = run.tables.existing.get("counts")
+    earlier = run.existing.get("counts")
     if earlier and earlier.fingerprint == fingerprint(settings, inputs):
         run.report(f"counts: up to date, as of {as_of_text}")
         return
     started = time.perf_counter()
-    uri = run.tables.table_uri("counts")
+    uri = run.table_uri("counts")
     builder = SearchBuilder(run.source, run.config, items.info.split)
     counter = SearchCounter(builder, as_of_ms)
     lookups = run.executor.put(Lookups(run.read_items(), read_queries(run)))
@@ -99,7 +99,7 @@ def make_counts(
         search=as_base(config, SearchCounts),
         behaviour=click,
     )
-    run.tables.commit(
+    run.commit(
         "counts",
         counts_schema(names.values()),
         [part for _, part, _ in buckets if part],

@@ -288,7 +288,7 @@ class SearchBuilder(SequenceBuilder):
         lookups = super().read_lookups(run, as_of)
         items = run.read_items(*self.item_columns.names)
         frames = [
-            pl.DataFrame(run.tables.current(f"session_{name}").read()).with_columns(
+            pl.DataFrame(run.current(f"session_{name}").read()).with_columns(
                 session_type=pl.lit(name)
             )
             for name in self.source.sessions
@@ -326,7 +326,7 @@ class SearchBuilder(SequenceBuilder):
         unknown = [name for name in custom_groups if plain_name(name) in declared]
         return {
             "tied_targets": built.tied_targets(),
-            "queries": run.tables.current("queries").rows,
+            "queries": run.current("queries").rows,
             "labels": self.labels,
             "features": self.features,
             "groups": feature_groups(config, self.features, custom_groups),
@@ -344,7 +344,7 @@ class SearchBuilder(SequenceBuilder):
             "sessions": [*source.sessions],
             "session_rows": count["sessions_inside"],
             "sessions_unknown_users": sum(
-                run.tables.current(f"session_{name}").rows for name in source.sessions
+                run.current(f"session_{name}").rows for name in source.sessions
             )
             - count["session_rows"],
             "sessions_unknown_items": count["session_rows"] - count["sessions_inside"],
@@ -404,17 +404,17 @@ class SearchCounter(KeyCounter):
 
 def read_queries(run: Run) -> pl.DataFrame:
     """Return the queries and their indices."""
-    queries = run.tables.current("queries")
+    queries = run.current("queries")
     return pl.DataFrame(queries.read() if queries.files else QUERIES.empty_table())
 
 
 def make_queries(run: Run, events: Table) -> Table:
     """Make the table of distinct queries, sorted, unless it is up to date."""
     inputs = {"events": events.hash}
-    if finished := run.tables.find_finished(QueriesInfo, {}, inputs):
+    if finished := run.find_finished(QueriesInfo, {}, inputs):
         return finished
     started = time.perf_counter()
-    uri = run.tables.table_uri("queries")
+    uri = run.table_uri("queries")
     calls = [(part,) for part in events.part_uris()]
     distinct = IdCounts()
     for _, part_queries in run.executor.map_unordered(_read_queries, calls):
@@ -424,7 +424,7 @@ def make_queries(run: Run, events: Table) -> Table:
         write_frame(uri, rows, QUERIES)
         for rows in queries.iter_slices(QUERIES_PER_PART)
     ]
-    committed = run.tables.commit("queries", QUERIES, parts, {}, inputs, QueriesInfo())
+    committed = run.commit("queries", QUERIES, parts, {}, inputs, QueriesInfo())
     seconds = time.perf_counter() - started
     run.report(f"queries: {len(queries):,} distinct in {seconds:.1f} s")
     return committed
