@@ -212,8 +212,8 @@ class EventsInfo(TableInfo):
     """First time of a behaviour."""
     last_ms: int
     """Last time of a behaviour."""
-    grain_ms: int
-    """Precision of the times of behaviours."""
+    grain_ms: int = 1
+    """Unused: an entry of tables that were made before."""
     stamps: dict[str, list[int]]
     """Size and modification time in ns of each raw file."""
     user_files: list[str]

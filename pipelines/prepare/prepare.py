@@ -33,7 +33,6 @@ from core.schemas import (
 from core.splits import SPLITS
 from core.tables import Table, check_replaceable, find_table, writing
 from pipelines.prepare.events.build_events import (
-    LoadStats,
     count_partitions,
     make_events,
 )
@@ -191,9 +190,9 @@ def prepare(
         for line in describe_unread(source, input_uri):
             report(line)
         stack.enter_context(run.clean_up_on_error(*TABLES, *source.timed))
-        events, load_stats = make_events(run, partitions)
-        split = _choose_split(run, events, load_stats)
-        items = make_items(run, events, load_stats, split)
+        events = make_events(run, partitions)
+        split = _choose_split(run, events)
+        items = make_items(run, events, split)
         sequences = make_sequences(run, kind, events, items, split)
         run.put_in_place()
         statistics = summarise(events, items, sequences)
@@ -207,7 +206,7 @@ def prepare(
     return Prepared(source, events, items, sequences)
 
 
-def _choose_split(run: Run, events: Table[EventsInfo], load_stats: LoadStats) -> Split:
+def _choose_split(run: Run, events: Table[EventsInfo]) -> Split:
     """Return the split of earlier tables, or compute one."""
     config = run.config
     if config.split.by == "leave_last_out":
@@ -226,4 +225,4 @@ def _choose_split(run: Run, events: Table[EventsInfo], load_stats: LoadStats) ->
     earlier = run.existing.get("items")
     if earlier and earlier.info.split_made_from == inputs:
         return earlier.info.split  # type: ignore[no-any-return]
-    return cut_times(load_stats(), config.split, run.executor)
+    return cut_times(run, events)

@@ -37,6 +37,29 @@ EXTENSIBLE = ("events", "items", "sequences")
 items keep their row numbers in an extended version."""
 
 
+@dataclass(frozen=True)
+class EventStats:
+    """Statistics of the behaviours of one part, or of all parts, of the events."""
+
+    users: int
+    """Number of users with an event, whether a behaviour or not."""
+    items: pl.DataFrame
+    """`id` and `count`, the number of behaviours, of each item with a behaviour; of all
+    parts, sorted."""
+    hours: dict[int, int]
+    """Number of behaviours by the epoch ms of the start of their hour; of all parts,
+    ascending."""
+    first_ms: int = 0
+    """Smallest timestamp of a behaviour; 0 without behaviours."""
+    last_ms: int = 0
+    """Largest timestamp of a behaviour; 0 without behaviours."""
+
+    @property
+    def behaviours(self) -> int:
+        """Number of behaviours."""
+        return sum(self.hours.values())
+
+
 @dataclass
 class Run:
     """A call of `prepare`, shared by its steps: log, settings and output tables."""
@@ -67,6 +90,8 @@ class Run:
     """The tables in place, by name; with `overwrite` those of this run alone."""
     pending: dict[str, Table] = field(default_factory=dict)
     """Tables that are written but not yet in place."""
+    stats: EventStats | None = None
+    """Statistics of the events, if this run has read the events."""
 
     def table_uri(self, name: str) -> str:
         """Return the folder of a table."""

@@ -12,9 +12,9 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import polars as pl
@@ -23,16 +23,8 @@ import pyarrow as pa
 from core.errors import UserError, pluralize
 from core.files import join, open_uri
 from core.schemas import REJECTS, EventsInfo, Match, PartitionInfo, RejectsInfo
+from core.splits import HOUR_MS
 from core.tables import Part, Table, read_parquet, write_frame
-from pipelines.prepare.events.parts import (
-    LOG_PLACE,
-    EventStats,
-    PartStats,
-    merge_stats,
-    order_events,
-    part_stats,
-    read_stats,
-)
 from pipelines.prepare.executor import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.prepare.reading.log import Log
 from pipelines.prepare.reading.read import FilePart, split_file
@@ -43,7 +35,7 @@ from pipelines.prepare.reading.rows import (
     read_events,
     read_section,
 )
-from pipelines.prepare.run import Run
+from pipelines.prepare.run import EventStats, Run
 
 BYTES_PER_PARTITION = 32 << 20
 """Bytes of raw text per partition; sorting a partition takes a few hundred MB."""
@@ -59,9 +51,11 @@ WARN_BELOW = 0.9
 
 DUPLICATES_WORD = {"drop": "dropped", "keep": "kept"}
 
-LoadStats = Callable[[], EventStats]
-"""Returns statistics of the events; reads the parts if this run has not read them
-yet."""
+MISSING_VALUES = {"request_id": "", "position": 0}
+"""Values of columns that a log does not have. Other missing columns are null."""
+
+LOG_PLACE = "log_place"
+"""Column with the row number of an event in the log; only with `ties: log_order`."""
 
 
 def count_partitions(uris: list[str]) -> int:
@@ -112,16 +106,13 @@ def check_matched(
 # The step: which files to read, and what the manifests record.
 
 
-def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadStats]:
+def make_events(run: Run, num_partitions: int) -> Table[EventsInfo]:
     """Write the tables `events` and `rejects`, or append new files to them.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
         num_partitions: Number of partitions; ignored for existing events that are
             appended to, unless the configuration sets it.
-
-    Returns:
-        The table of the events, and a function that returns their statistics.
     """
     earlier = run.appended_version("events")
     if earlier:
@@ -136,7 +127,7 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
         "duplicates": run.config.duplicates,
     }
     settings = json.loads(json.dumps(settings, default=str))
-    events, fresh_stats = earlier, None
+    events = earlier
     if earlier:
         files = _find_new_files(run, earlier, settings, stamps, user_files)
         stamps = {**earlier.info.stamps, **stamps}
@@ -148,24 +139,8 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
         if not run.find_finished(RejectsInfo, settings, {}, stamps):
             events = None
     if events is None or (earlier and files):
-        events, fresh_stats = _read_files(
-            run, files, user_files, stamps, settings, earlier
-        )
-
-    @cache
-    def load_stats() -> EventStats:
-        stats = fresh_stats
-        if stats is None:
-            uris = events.part_uris()
-            read = read_stats(uris, run.behaviour, run.executor)
-            stats = merge_stats(uris, run.behaviour, run.is_late, read)
-        if not stats.behaviours:
-            raise UserError(
-                f"no event has label '{run.behaviour}' set, so there are no behaviours"
-            )
-        return stats
-
-    return events, load_stats
+        events = _read_files(run, files, user_files, stamps, settings, earlier)
+    return events
 
 
 def _find_new_files(
@@ -207,7 +182,7 @@ def _read_files(
     stamps: dict[str, list[int]],
     settings: dict[str, Any],
     earlier: Table[EventsInfo] | None,
-) -> tuple[Table[EventsInfo], EventStats]:
+) -> Table[EventsInfo]:
     """Read event files, and commit `events` and `rejects`."""
     partitions, keep = settings["partitions"], run.config.duplicates == "keep"
     run.report(
@@ -262,7 +237,6 @@ def _read_files(
         users=stats.users,
         first_ms=stats.first_ms,
         last_ms=stats.last_ms,
-        grain_ms=stats.grain_ms,
         stamps=stamps,
         user_files=user_files,
     )
@@ -295,7 +269,7 @@ def _read_files(
         f"{pluralize(info.rejects, 'reject')}) in "
         f"{time.perf_counter() - begin:.1f} s"
     )
-    return events, stats
+    return events
 
 
 # The rows: read by file, shuffled by user, written by partition.
@@ -320,7 +294,7 @@ class WrittenPartition:
     info: PartitionInfo
     received: int
     """Number of rows that the shuffle returned."""
-    stats: PartStats
+    stats: EventStats
     """Statistics of the behaviours."""
 
 
@@ -503,7 +477,7 @@ def exchange_events(
     summaries: dict[int, PieceSummary] = {}
     current, received = dict(existing), 0
 
-    def receive() -> Iterator[PartStats]:
+    def receive() -> Iterator[EventStats]:
         """Yield the statistics of each part, after it is written or if it stays."""
         nonlocal received
         for output in executor.exchange(exchange):
@@ -515,9 +489,9 @@ def exchange_events(
             yield output.stats
         old_parts = [key for key, pair in existing.items() if current[key] is pair]
         uris = [join(events_uri, existing[key][0].path) for key in old_parts]
-        yield from read_stats(uris, run.behaviour, executor)
+        yield from read_stats(run, uris)
 
-    stats = merge_stats([], run.behaviour, run.is_late, receive())
+    stats = merge_stats(receive())
     written = sorted(current.values(), key=lambda pair: pair[1].first_user)
     ordered = [summaries[index] for index in range(len(pieces))]
     expected = sum(summary.events for summary in ordered)
@@ -526,5 +500,197 @@ def exchange_events(
             f"{expected:,} events were read, but the shuffle returned {received:,}; "
             f"nothing was committed"
         )
-    uris = sorted(join(events_uri, part.path) for part, _ in written)
-    return written, ordered, replace(stats, parts=uris)
+    return written, ordered, stats
+
+
+# Parts: their order, and their statistics for the catalogue and the split.
+
+
+def read_part(uri: str, columns: list[str]) -> pl.DataFrame:
+    """Read columns of a part of the events table."""
+    return pl.DataFrame(read_parquet(uri, columns))
+
+
+def is_behaviour(behaviour: str | None) -> pl.Expr:
+    """Return whether an event has the label that makes it a behaviour."""
+    return pl.col(f"label_{behaviour}").fill_null(False) if behaviour else pl.lit(True)
+
+
+def label_columns(behaviour: str | None, is_late: bool = False) -> list[str]:
+    """Return the columns of a label: its value, and the time at which it is known.
+
+    The list is empty without a label. Only a label that is known later than its event
+    has a time.
+    """
+    names = [f"label_{behaviour}", f"known_{behaviour}"]
+    return names[: 1 + is_late] if behaviour else []
+
+
+def order_events(
+    events: pl.DataFrame, schema: pa.Schema, keep_duplicates: bool = False
+) -> tuple[pl.DataFrame, int]:
+    """Sort the events of one partition and drop exact duplicates.
+
+    Events are sorted by (user_id, timestamp_ms, request_id, position, item_id) and then
+    by every other column, so the result does not depend on the order of the input. With
+    a column `log_place` (`ties: log_order`), events of one user and time are sorted by
+    (log_place, position) instead, and `position` becomes their rank in this order.
+
+    Rows are sorted by one integer of user and time. Only ties, which are rare in most
+    logs, are sorted by other columns.
+
+    Args:
+        events: Events in any order; columns that the log does not have may be missing.
+        schema: Schema of the result.
+        keep_duplicates: Keep events that repeat another event in every column.
+
+    Returns:
+        The events, whose ids are enums in the order of their text, and the number of
+        duplicates, whether dropped or kept.
+    """
+    types = pl.Schema(schema)
+    missing = {
+        name: pl.lit(MISSING_VALUES.get(name), types[name])
+        for name in schema.names
+        if name not in events.columns
+    }
+    ids = [_to_enum(events[name]) for name in ("user_id", "item_id")]
+    events = events.with_columns(*ids, **missing)
+    time = events["timestamp_ms"]
+    [key] = user_time_keys([(events["user_id"].to_physical(), time)])
+    events = events.with_columns(key=key).sort("key")
+    is_first = (events["key"].diff() != 0).fill_null(True)
+    is_tied = ~(is_first & is_first.shift(-1, fill_value=True))
+    duplicates = 0
+    if is_tied.any():
+        order = ["request_id", "position", "item_id", *schema.names]
+        if LOG_PLACE in events.columns:
+            order = [LOG_PLACE, "position"]
+        ties = events.filter(is_tied).sort("key", *dict.fromkeys(order))
+        distinct = ties.unique(schema.names, keep="first", maintain_order=True)
+        duplicates = ties.height - distinct.height
+        ties = ties if keep_duplicates else distinct
+        events = pl.concat([events.filter(~is_tied), ties])
+        events = events.sort("key", maintain_order=True)
+    if LOG_PLACE in events.columns:
+        rank = pl.int_range(pl.len(), dtype=pl.Int32).over("key")
+        events = events.with_columns(position=rank)
+    return events.select(schema.names), duplicates
+
+
+def user_time_keys(columns: list[tuple[pl.Series, pl.Series]]) -> list[pl.Series]:
+    """Return integers that sort like pairs of a user and a time, in all columns."""
+    lows: list[Any] = [time.min() for _, time in columns if len(time)]
+    highs: list[Any] = [time.max() for _, time in columns if len(time)]
+    users: list[Any] = [user.max() for user, _ in columns if len(user)]
+    first = min(lows, default=0)
+    span = max(highs, default=0) - first + 1
+    kind = pl.Int64 if (max(users, default=0) + 1) * span < 2**63 else pl.Int128
+    return [
+        user.cast(kind) * span + (time.cast(kind) - first) for user, time in columns
+    ]
+
+
+def _to_enum(strings: pl.Series) -> pl.Series:
+    """Return strings as an enum of their sorted values."""
+    # Arrow encodes in one pass, which takes polars a pass for the values and another
+    encoded = strings.to_arrow().dictionary_encode()
+    values = pl.Series(encoded.dictionary)
+    order = values.arg_sort()
+    rank = pl.Series(order.arg_sort(), dtype=pl.UInt32)
+    codes = rank.gather(pl.Series(encoded.indices).cast(pl.UInt32))
+    return codes.cat.to(pl.Enum(values.gather(order))).alias(strings.name)
+
+
+def part_stats(events: pl.DataFrame, behaviour: str | None) -> EventStats:
+    """Compute the statistics of one part of the events table.
+
+    Args:
+        events: Events of the part, sorted by user.
+        behaviour: Label that makes an event a behaviour; None if every event is a
+            behaviour.
+    """
+    users = events["user_id"].n_unique()
+    events = events.filter(is_behaviour(behaviour))
+    items = events.group_by(pl.col("item_id").alias("id")).len("count")
+    items = items.cast({"id": pl.String, "count": pl.Int64})
+    time = events["timestamp_ms"]
+    if not len(time):
+        return EventStats(users, items, {})
+    hours = (time // HOUR_MS * HOUR_MS).value_counts(name="rows")
+    first_ms, last_ms = time.to_numpy().min(), time.to_numpy().max()
+    return EventStats(
+        users, items, dict(hours.iter_rows()), int(first_ms), int(last_ms)
+    )
+
+
+def read_stats(run: Run, parts: list[str]) -> Iterator[EventStats]:
+    """Read parts of the events table, and yield their statistics in any order."""
+    calls = [(uri,) for uri in parts]
+    results = run.executor.map_unordered(_read_part_stats, calls, (run.behaviour,))
+    return (stats for _, stats in results)
+
+
+def _read_part_stats(behaviour: str | None, uri: str) -> EventStats:
+    columns = ["user_id", "item_id", "timestamp_ms", *label_columns(behaviour)]
+    return part_stats(read_part(uri, columns), behaviour)
+
+
+def merge_stats(parts: Iterable[EventStats]) -> EventStats:
+    """Merge the statistics of all parts, in any order.
+
+    A user is in one part only. Counts per item are summed over the parts: the driver
+    holds one id and one count per item.
+    """
+    users = 0
+    hours: Counter[int] = Counter()
+    times: list[int] = []
+    items = IdCounts()
+    for stats in parts:
+        users += stats.users
+        items.add(stats.items)
+        hours.update(stats.hours)
+        if stats.hours:
+            times += [stats.first_ms, stats.last_ms]
+    ordered = dict(sorted(hours.items()))
+    first_ms, last_ms = min(times, default=0), max(times, default=0)
+    return EventStats(users, items.sort(), ordered, first_ms, last_ms)
+
+
+def load_stats(run: Run, events: Table[EventsInfo]) -> EventStats:
+    """Return the statistics of the events, which are read if they are not new."""
+    if run.stats is None:
+        run.stats = merge_stats(read_stats(run, events.part_uris()))
+    if not run.stats.behaviours:
+        raise UserError(
+            f"no event has label '{run.behaviour}' set, so there are no behaviours"
+        )
+    return run.stats
+
+
+class IdCounts:
+    """Counts of ids (`id`, `count`), summed over many parts.
+
+    Added ids are buffered until there are as many as distinct ids, so that each id is
+    hashed a few times only, whatever the number of parts.
+    """
+
+    def __init__(self) -> None:
+        self.total = pl.DataFrame(schema={"id": pl.String, "count": pl.Int64})
+        self.buffer: list[pl.DataFrame] = []
+
+    def add(self, counts: pl.DataFrame) -> None:
+        """Add the counts of distinct ids."""
+        self.buffer.append(counts)
+        if sum(map(len, self.buffer)) >= len(self.total):
+            self._merge()
+
+    def _merge(self) -> None:
+        counts = pl.concat([self.total, *self.buffer])
+        self.total = counts.group_by("id").agg(pl.col("count").sum())
+        self.buffer = []
+
+    def sort(self) -> pl.DataFrame:
+        """Return the distinct ids, sorted, and their counts."""
+        self._merge()
+        return self.total.sort("id")

@@ -14,25 +14,22 @@ import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError
-from core.schemas import ItemsInfo, Match, Split
+from core.schemas import EventsInfo, ItemsInfo, Match, Split
 from core.tables import Table, write_frame
-from pipelines.prepare.events.build_events import LoadStats, check_matched
-from pipelines.prepare.events.parts import (
-    EventStats,
+from pipelines.prepare.events.build_events import (
+    check_matched,
     is_behaviour,
     label_columns,
-    read_events,
+    load_stats,
+    read_part,
 )
-from pipelines.prepare.executor import Executor
 from pipelines.prepare.reading.rows import read_section
 from pipelines.prepare.run import Run
 
 ITEMS_PER_PART = 1_000_000
 
 
-def make_items(
-    run: Run, events: Table, load_stats: LoadStats, split: Split
-) -> Table[ItemsInfo]:
+def make_items(run: Run, events: Table[EventsInfo], split: Split) -> Table[ItemsInfo]:
     """Write the table `items`, unless it is up to date.
 
     Items without metadata have null texts. Of several rows of an item, the first one is
@@ -41,7 +38,6 @@ def make_items(
     Args:
         run: Log, settings and tables of this call of `prepare`.
         events: Table of the events.
-        load_stats: Returns statistics of the events.
         split: The split.
     """
     source, config = run.source, run.config
@@ -59,7 +55,7 @@ def make_items(
     stamps = run.stamps(files)
     if finished := run.find_finished(ItemsInfo, settings, inputs, stamps):
         return finished
-    stats = load_stats()
+    stats = load_stats(run, events)
     earlier = run.appended_version("items")
     missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
     if missing:
@@ -84,14 +80,9 @@ def make_items(
         metadata = _read_texts(run, events, split)
     keeps_all = source.items is not None and source.items.keep == "all"
     described = metadata["item_id"] if keeps_all else None
-    in_core, core_rounds = core_items(
-        stats,
-        config.core,
-        # core_window `train` counts the behaviours that are known before validation
-        split.val_start_ms if config.core_window == "train" else None,
-        run.executor,
-        described,
-    )
+    # core_window `train` counts the behaviours that are known before validation
+    before_ms = split.val_start_ms if config.core_window == "train" else None
+    in_core, core_rounds = core_items(run, events, before_ms, described)
     ids = in_core["id"]
     if described is not None:
         ids = pl.concat([ids, described]).unique().sort()
@@ -168,7 +159,7 @@ def _read_latest_texts(
     columns: list[str], before_ms: int | None, uri: str
 ) -> pl.DataFrame:
     """Read the latest text of each item and column of a part of the events."""
-    events = read_events(uri, ["item_id", "timestamp_ms", *columns])
+    events = read_part(uri, ["item_id", "timestamp_ms", *columns])
     if before_ms is not None:
         events = events.filter(pl.col("timestamp_ms") < before_ms)
     texts = events.unpivot(
@@ -205,11 +196,10 @@ def _check_metadata(run: Run, in_core: pl.DataFrame, described: pl.Series) -> No
 
 
 def core_items(
-    stats: EventStats,
-    core: int,
+    run: Run,
+    events: Table[EventsInfo],
     before_ms: int | None,
-    executor: Executor,
-    always_kept: pl.Series | None = None,
+    always_kept: pl.Series | None,
 ) -> tuple[pl.DataFrame, int]:
     """Compute the items in the k-core.
 
@@ -219,23 +209,28 @@ def core_items(
     store.
 
     Args:
-        stats: Statistics of the events.
-        core: Minimum number of behaviours; 0 and 1 keep all items that have one.
+        run: Log, settings and tables of this call of `prepare`; `core` 0 and 1 keep all
+            items that have a behaviour.
+        events: Table of the events.
         before_ms: Epoch ms; only behaviours known earlier are counted. None counts all.
-        executor: Runs one task per part and round.
         always_kept: Ids of items that are kept even with fewer behaviours.
 
     Returns:
         Ids of the items, sorted, with their numbers of behaviours, as in `stats.items`,
         and the number of rounds.
     """
-    core = max(core, 1)
+    stats, core, executor = (
+        load_stats(run, events),
+        max(run.config.core, 1),
+        run.executor,
+    )
     if core == 1 and before_ms is None:
         return stats.items, 0
     ids = stats.items["id"]
     items = executor.put(ids.to_frame("item_id").with_row_index("item"))
-    shared = (stats.behaviour, stats.is_late, before_ms, items)
-    parts = list(executor.submit(_read_pairs, [(uri,) for uri in stats.parts], shared))
+    shared = (run.behaviour, run.is_late, before_ms, items)
+    calls = [(uri,) for uri in events.part_uris()]
+    parts = list(executor.submit(_read_pairs, calls, shared))
     is_in_core = np.ones(len(ids), dtype=bool)
     is_always_kept = np.zeros(len(ids), dtype=bool)
     if always_kept is not None:
@@ -243,9 +238,9 @@ def core_items(
     rounds = 0
     while True:
         counts = np.zeros(len(is_in_core), dtype=np.int64)
-        calls = [(core, part) for part in parts]
+        part_calls = [(core, part) for part in parts]
         mask = (executor.put(is_in_core),)
-        for _, part in executor.map_unordered(_count_items, calls, mask):
+        for _, part in executor.map_unordered(_count_items, part_calls, mask):
             counts[part["item"].to_numpy()] += part["count"].to_numpy()
         rounds += 1
         is_still_in_core = (counts >= core) | is_always_kept
@@ -267,7 +262,7 @@ def _read_pairs(
 ) -> pa.Table:
     """Read the user and the item of each counted behaviour of a part."""
     columns = ["user_id", "item_id", "timestamp_ms", *label_columns(behaviour, is_late)]
-    events = read_events(uri, columns).filter(is_behaviour(behaviour))
+    events = read_part(uri, columns).filter(is_behaviour(behaviour))
     if before_ms is not None:
         known = pl.coalesce(*label_columns(behaviour, is_late)[1:], "timestamp_ms")
         events = events.filter(known < before_ms)

@@ -36,9 +36,9 @@ from core.schemas import (
 )
 from core.splits import SPLITS
 from core.tables import Part, Table, write_frame
-from pipelines.prepare.events.parts import (
+from pipelines.prepare.events.build_events import (
     is_behaviour,
-    read_events,
+    read_part,
     user_time_keys,
 )
 from pipelines.prepare.reading.log import Log
@@ -289,7 +289,7 @@ class SequenceBuilder(ABC):
                 counted.
         """
         count: Counter[str] = Counter()
-        events = read_events(uri, self.columns)
+        events = read_part(uri, self.columns)
         if not events.height:
             return BuiltPart(None, count)
         events = self.open_events(events, lookups)

@@ -10,16 +10,16 @@ import numpy as np
 import polars as pl
 
 from core.errors import UserError
-from core.schemas import Split
+from core.schemas import EventsInfo, Split
 from core.splits import DAY_MS, HOUR_MS, SPLITS
-from pipelines.prepare.events.parts import (
-    EventStats,
+from core.tables import Table
+from pipelines.prepare.events.build_events import (
     is_behaviour,
     label_columns,
-    read_events,
+    load_stats,
+    read_part,
 )
-from pipelines.prepare.executor import Executor
-from pipelines.prepare.settings.config import SplitConfig
+from pipelines.prepare.run import Run
 
 TIE_SEED = 0
 """Seed of the hash that breaks ties between equal timestamps."""
@@ -28,17 +28,13 @@ TIE_SEED = 0
 # Cut times of a temporal split.
 
 
-def cut_times(stats: EventStats, config: SplitConfig, executor: Executor) -> Split:
-    """Compute the windows of a temporal split.
-
-    Args:
-        stats: Statistics of all events.
-        config: Settings of the split.
-        executor: Runs a pass over the events, for a split by fractions.
+def cut_times(run: Run, events: Table[EventsInfo]) -> Split:
+    """Compute the windows of a temporal split, with a pass over the events if needed.
 
     Returns:
         The split, with the first timestamps of the windows.
     """
+    stats, config = load_stats(run, events), run.config.split
     if config.val_days is not None and config.test_days is not None:
         test_start = stats.last_ms + 1 - round(config.test_days * DAY_MS)
         val_start = test_start - round(config.val_days * DAY_MS)
@@ -50,7 +46,7 @@ def cut_times(stats: EventStats, config: SplitConfig, executor: Executor) -> Spl
             min(int(stats.behaviours * share), stats.behaviours - 1)
             for share in (before_val, 1 - config.test_fraction)
         ]
-        val_start, test_start = nth_times(stats, ranks, executor)
+        val_start, test_start = nth_times(run, events, ranks)
     if not stats.first_ms < val_start < test_start <= stats.last_ms:
         raise UserError(
             f"the cuts at {val_start} and {test_start} ms leave a split without "
@@ -59,24 +55,25 @@ def cut_times(stats: EventStats, config: SplitConfig, executor: Executor) -> Spl
     return Split("temporal", val_start, test_start)
 
 
-def nth_times(stats: EventStats, ranks: list[int], executor: Executor) -> list[int]:
+def nth_times(run: Run, events: Table[EventsInfo], ranks: list[int]) -> list[int]:
     """Return the timestamps of behaviours by their rank in the order of time.
 
     The statistics contain the number of behaviours per hour, so one pass over the
     events is enough: it reads the hours with these ranks.
 
     Args:
-        stats: Statistics of all events.
+        run: Log, settings and tables of this call of `prepare`.
+        events: Table of the events.
         ranks: Ranks of the behaviours, from 0.
-        executor: Runs the pass.
     """
+    stats = load_stats(run, events)
     hours, counts = list(stats.hours), [*stats.hours.values()]
     end_ranks = np.cumsum(counts)
     hour_index = np.searchsorted(end_ranks, ranks, side="right")  # (ranks,)
-    shared = (stats.behaviour, [hours[index] for index in hour_index])
-    calls = [(uri,) for uri in stats.parts]
-    parts = [part for _, part in executor.map_unordered(_times_in_hours, calls, shared)]
-    times = pl.concat(parts).sort("timestamp_ms")
+    shared = (run.behaviour, [hours[index] for index in hour_index])
+    calls = [(uri,) for uri in events.part_uris()]
+    parts = run.executor.map_unordered(_times_in_hours, calls, shared)
+    times = pl.concat([part for _, part in parts]).sort("timestamp_ms")
     result = []
     for rank, index in zip(ranks, hour_index, strict=True):
         in_hour = times.filter(
@@ -90,7 +87,7 @@ def nth_times(stats: EventStats, ranks: list[int], executor: Executor) -> list[i
 
 def _times_in_hours(behaviour: str | None, hours: list[int], uri: str) -> pl.DataFrame:
     """Count the behaviours of a part at each time within some hours."""
-    events = read_events(uri, ["timestamp_ms", *label_columns(behaviour)])
+    events = read_part(uri, ["timestamp_ms", *label_columns(behaviour)])
     events = events.filter(is_behaviour(behaviour))
     hour = pl.col("timestamp_ms") // HOUR_MS * HOUR_MS
     return events.filter(hour.is_in(hours)).group_by("timestamp_ms").len("count")

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 
 from core.schemas import Split
-from pipelines.prepare.events.parts import read_events
+from pipelines.prepare.events.build_events import read_part
 from pipelines.prepare.sequences.counts import (
     Columns,
     KeyCounter,
@@ -79,7 +79,7 @@ class ActionsCounter(KeyCounter):
         """Read the items or attributes, times and labels of a part's events."""
         tasks = [self.config.tasks[name] for name in self.config.counted_labels]
         labels = {f"label_{label}" for task in tasks for label in task.labels}
-        events = read_events(uri, [*IDS, "timestamp_ms", *labels])
+        events = read_part(uri, [*IDS, "timestamp_ms", *labels])
         events = events.join(
             lookups.items, on="item_id", how="left", maintain_order="left"
         )

@@ -29,7 +29,7 @@ from core.schemas import (
 )
 from core.splits import SPLITS
 from core.tables import Table
-from pipelines.prepare.events.parts import read_events
+from pipelines.prepare.events.build_events import read_part
 from pipelines.prepare.kinds.actions.features import IDS, ActionsCounter, count_time
 from pipelines.prepare.kinds.simulation import draw_feed
 from pipelines.prepare.reading.log import Log
@@ -276,7 +276,7 @@ def _training_ranges(
     builder: ActionsBuilder, lookups: Lookups, uri: str
 ) -> tuple[int, Ranges]:
     """Return the number and the ranges of the training events of one part."""
-    events = builder.open_events(read_events(uri, builder.columns), lookups)
+    events = builder.open_events(read_part(uri, builder.columns), lookups)
     events = assign_splits(builder.select_behaviours(events, Counter()), builder.split)
     train = events.filter(split="train")
     if not train.height:

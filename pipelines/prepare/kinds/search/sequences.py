@@ -33,7 +33,7 @@ from core.schemas import (
 from core.settings import SearchCounts
 from core.splits import MINUTE_MS
 from core.tables import Table, write_frame
-from pipelines.prepare.events.parts import IdCounts, read_events
+from pipelines.prepare.events.build_events import IdCounts, read_part
 from pipelines.prepare.kinds.search.features import (
     QUERY_FEATURES,
     SHOWN_FEATURES,
@@ -380,7 +380,7 @@ class SearchCounter(KeyCounter):
         known = click.replace("label_", "known_", 1)
         names = [*IDS, "timestamp_ms", click, known]
         names = [name for name in names if name in builder.source.schema.names]
-        events = builder.open_events(read_events(uri, names), lookups)
+        events = builder.open_events(read_part(uri, names), lookups)
         columns = events.select(
             pl.col("item_index").alias("item"),
             pl.col("query_index").alias("query"),
@@ -432,5 +432,5 @@ def make_queries(run: Run, events: Table) -> Table:
 
 def _read_queries(uri: str) -> pl.DataFrame:
     """Return the distinct queries of an events part as rows for `IdCounts`."""
-    queries = read_events(uri, ["query"]).drop_nulls().unique()
+    queries = read_part(uri, ["query"]).drop_nulls().unique()
     return queries.select(id="query", count=pl.lit(0, pl.Int64))
