@@ -23,8 +23,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 import mlflow
 from mlflow.entities import LoggedModelOutput
 from mlflow.models import Model as MlflowModel
-from mlflow.models import ModelSignature
-from mlflow.types import DataType, ParamSchema, ParamSpec
+from mlflow.models import infer_signature
 from pyarrow import fs
 
 import core
@@ -35,20 +34,9 @@ from core.schemas import Inputs, RunRef, SequencesInfo
 from core.tables import MANIFEST, TableInfo, open_table, read_manifest, read_parquet
 from models import own_code, registry
 from models.model import Model
-from models.retrieval.requests import EVERY
 from models.text.text_encoder import MODEL
 from models.training import checkpoint
 from pipelines.tracking import connect
-
-CATALOGUE_OPTIONS = [
-    ParamSpec("k", DataType.long, 10),
-    ParamSpec("unseen", DataType.boolean, False),
-    ParamSpec("allowed", DataType.string, EVERY, (-1,)),
-]
-"""Params of a request to a model that ranks the catalogue."""
-
-CANDIDATE_OPTIONS = [ParamSpec("label", DataType.string, "")]  # "": the first label
-"""Params of a request to a model that ranks candidates."""
 
 REQUIREMENTS = [
     "mlflow",
@@ -96,9 +84,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
         The model's URI in MLflow.
     """
     model_class = registry.find(checkpoint.read(uri).name)
-    options = CANDIDATE_OPTIONS
-    if model_class.ranks == "catalogue":
-        options = CATALOGUE_OPTIONS
+    requests_class = model_class.requests_class
     info = open_table(inputs.sequences, SequencesInfo).info
     client = connect(run.uri)
     training = client.get_run(run.run_id)
@@ -128,9 +114,9 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 python_model=str(loader),
                 code_paths=[str(loader.with_name("code") / ARCHIVE)],
                 artifacts={"data": str(bundle)},
-                signature=ModelSignature(params=ParamSchema(options)),
+                signature=infer_signature(params=dict(requests_class.options_class())),
                 metadata=model_class.describe_requests(info),
-                model_config=dict(model_class.requests_class.settings_class()),
+                model_config=dict(requests_class.settings_class()),
                 pip_requirements=pin_requirements(model_class, bundle),
             )
         client.log_outputs(run.run_id, [LoggedModelOutput(logged.model_id, 0)])
