@@ -2,7 +2,7 @@
 
     model = AttnMVP(AttnMVPConfig(), catalogue)
     model(batch)["loss"]
-    model.score(batch)      # batch: an ActionsBatch (models/actions/batch.py)
+    model.score(batch)      # batch: an ActionsBatch (models/actions/requests.py)
 
 A model defines `encode`, which combines items and actions (`fusions.py`). All other
 parts are shared, so that models differ in this fusion alone.
@@ -25,9 +25,13 @@ from torch import Tensor, nn
 
 from core.options import STRICT, Dropout, Fraction
 from models.actions import metrics
-from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.requests import ACTIONS, ActionsRequests, ActionsSelection
+from models.actions.requests import (
+    ACTIONS,
+    ActionsBatch,
+    ActionsRequests,
+    ActionsSelection,
+)
 from models.custom_features import CustomInputs, EmbeddingTables, Standardised
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE

@@ -33,8 +33,8 @@ from torch.nn import functional
 
 from core.options import STRICT, NamedConfig
 from models.actions.base import ActionsModel
-from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
+from models.actions.requests import ActionsBatch
 
 
 @dataclass(config=STRICT)

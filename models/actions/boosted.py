@@ -25,8 +25,8 @@ from torch import Tensor
 
 from core.options import STRICT
 from models.actions.base import ActionsModel
-from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
+from models.actions.requests import ActionsBatch
 from models.boosting import BoostedTrees, TreeConfig, concat_batches, grow_trees
 
 

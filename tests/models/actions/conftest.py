@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
+from models.actions.requests import ActionsBatch
 
 
 @pytest.fixture(scope="session")

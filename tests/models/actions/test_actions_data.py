@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from core.files import join
-from models.actions.batch import ActionsBatch
 from models.actions.catalogue import Attributes
-from models.actions.requests import ACTIONS
+from models.actions.requests import ACTIONS, ActionsBatch
 from models.dataset.dataset import Dataset
 from tests.fixtures.actions_tables import (
     TRAIN_DEVICES,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.actions import metrics
-from models.actions.batch import ActionsBatch
+from models.actions.requests import ActionsBatch
 from tests.fixtures.batches import fill_batch
 
 LABELS = ("like", "share")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models import loaded_model
 from models.actions.base import FusionModel
-from models.actions.batch import ActionsBatch
+from models.actions.requests import ActionsBatch
 from tests.fixtures.trainings import CASES
 
 VARIANTS = [

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from models.actions.batch import ActionsBatch
 from models.actions.boosted import BoostedActions, BoostedActionsConfig
 from models.actions.catalogue import ActionsCatalogue
+from models.actions.requests import ActionsBatch
 
 SMALL = {"num_iterations": 20, "min_data_in_leaf": 5}
 
