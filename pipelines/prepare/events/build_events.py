@@ -195,10 +195,9 @@ def _read_files(
         rows, rejected = read_section(run.source.users, run.input, user_files)
         run.check_rejects(rejected, " of the user files")
         users = rows.unique("user_id", keep="first", maintain_order=True)
-    written, summaries, stats = exchange_events(run, files, partitions, users, earlier)
-    rejected = RejectCounts()
-    for summary in summaries:
-        rejected.add(summary.rejected)
+    written, rejected, reject_parts, stats = exchange_events(
+        run, files, partitions, users, earlier
+    )
     if not earlier:
         check_missing(rejected.missing, "event", run.input)
     for name, hint in (rejected.missing or {}).items():
@@ -256,9 +255,7 @@ def _read_files(
             # A run that was killed after it committed rejects and before it
             # committed events has left rejects of files that events do not contain.
             old_rejects = old_rejects[: rejects.info.old_files]
-    parts = list(old_rejects)
-    for summary in summaries:
-        parts += summary.reject_parts
+    parts = [*old_rejects, *reject_parts]
     rejects_info = RejectsInfo(stamps, len(old_rejects))
     run.commit("rejects", REJECTS, parts, settings, {}, rejects_info)
     run.report(
@@ -273,17 +270,6 @@ def _read_files(
 
 
 # The rows: read by file, shuffled by user, written by partition.
-
-
-@dataclass(frozen=True)
-class PieceSummary:
-    """Summary of one piece of a raw file, which its reader sends to the driver."""
-
-    rejected: RejectCounts
-    events: int
-    """Number of valid events."""
-    reject_parts: list[Part]
-    """Written parts of `rejects`."""
 
 
 @dataclass(frozen=True)
@@ -309,9 +295,10 @@ def read_piece(
     users: Shared,
     piece_index: int,
 ) -> Iterator[pl.DataFrame | ReadSummary]:
-    """Yield the rows of one piece with their partition, then its `PieceSummary`.
+    """Yield the rows of one piece with their partition, then a summary.
 
-    Rejected rows are written to a part of `rejects`.
+    Rejected rows are written to parts of `rejects`, which the summary lists after the
+    counts of rejects.
 
     Args:
         pieces: File, and piece of the file, of each read.
@@ -326,7 +313,6 @@ def read_piece(
     """
     file, piece = pieces[piece_index]
     rejected = RejectCounts()
-    num_events = 0
     reject_parts: list[Part] = []
     # hashes are the same in every process
     partition = pl.col("user_id").hash(seed=0) // 2 % partitions
@@ -337,20 +323,19 @@ def read_piece(
         keys.append(place.alias(LOG_PLACE))
     blocks = read_events(source, input_uri, file, fetch(users), piece, piece_index)
     for block in blocks:
+        is_first = not piece_index and not rejected.rows_read
         rejected.add(block.counts)
-        if not piece_index and not num_events:  # the mapping is wrong: stop early
+        if is_first:  # the mapping is wrong: stop early
             rejected.check(max(max_rejects, MAX_REJECT_SHARE), " of the first events")
         if block.rejects.height:
             reject_parts.append(write_frame(rejects_uri, block.rejects, REJECTS))
-        num_events += block.rows.height
         yield block.rows.with_columns(keys).drop(LOG_ROW)
     # a summary follows a frame, and a piece may have no block
     empty = pl.DataFrame(schema=pl.Schema(source.schema)).with_columns(
         pl.lit(0, pl.Int64).alias(LOG_ROW)
     )
     yield empty.with_columns(keys).drop(LOG_ROW, *source.absent_columns)
-    summary = PieceSummary(rejected, num_events, reject_parts)
-    yield ReadSummary(piece_index, summary)
+    yield ReadSummary(piece_index, (rejected, reject_parts))
 
 
 def write_partition(
@@ -418,7 +403,7 @@ def exchange_events(
     partitions: int,
     users: pl.DataFrame | None,
     earlier: Table[EventsInfo] | None,
-) -> tuple[list[tuple[Part, PartitionInfo]], list[PieceSummary], EventStats]:
+) -> tuple[list[tuple[Part, PartitionInfo]], RejectCounts, list[Part], EventStats]:
     """Read raw files and write parts of events and rejects, without committing them.
 
     Args:
@@ -430,8 +415,8 @@ def exchange_events(
             Partitions without new rows keep their part.
 
     Returns:
-        The partitions with events, in the order of their first users, the summaries of
-        all pieces, in the order of the log, and the statistics of the events.
+        The partitions with events, in the order of their first users, the counts and
+        the parts of rejects, in the order of the log, and the statistics of the events.
 
     Raises:
         RuntimeError: If the shuffle did not return each event exactly once.
@@ -474,7 +459,7 @@ def exchange_events(
         partitions,
         shared=(shared_users,),
     )
-    summaries: dict[int, PieceSummary] = {}
+    summaries: dict[int, tuple[RejectCounts, list[Part]]] = {}
     current, received = dict(existing), 0
 
     def receive() -> Iterator[EventStats]:
@@ -493,14 +478,19 @@ def exchange_events(
 
     stats = merge_stats(receive())
     written = sorted(current.values(), key=lambda pair: pair[1].first_user)
-    ordered = [summaries[index] for index in range(len(pieces))]
-    expected = sum(summary.events for summary in ordered)
+    rejected = RejectCounts()
+    reject_parts: list[Part] = []
+    for index in range(len(pieces)):
+        counts, parts = summaries[index]
+        rejected.add(counts)
+        reject_parts += parts
+    expected = rejected.rows_read - rejected.rejects
     if received != expected:
         raise RuntimeError(
             f"{expected:,} events were read, but the shuffle returned {received:,}; "
             f"nothing was committed"
         )
-    return written, ordered, stats
+    return written, rejected, reject_parts, stats
 
 
 # Parts: their order, and their statistics for the catalogue and the split.
