@@ -23,7 +23,7 @@ from core.options import build, refuse_secrets
 from core.schemas import RunRecord, RunRef
 from core.tables import read_parquet
 from jobs.cli import mask_controls
-from models.dataset.columns import cache_folder, open_columns
+from models.dataset.dataset import cache_folder, open_columns
 from models.retrieval.sasrec import SASRec
 from models.training.checkpoint import Checkpoint
 from pipelines.comparison.tables import to_markdown

@@ -60,8 +60,7 @@ from core.schemas import ActionsInfo
 from models.actions.catalogue import ActionsCatalogue
 from models.custom_features import CATEGORY, NUMBER, read_features
 from models.dataset.batch import Batch, axes
-from models.dataset.columns import Columns
-from models.dataset.dataset import Examples, Kind, Selection
+from models.dataset.dataset import Columns, Examples, Kind, Selection
 from models.requests import (
     CandidateRequest,
     ItemId,

@@ -50,16 +50,14 @@ from core.schemas import RetrievalInfo
 from core.splits import SPLITS
 from core.tables import Table
 from models.dataset.batch import PAD, Batch, request_number, to_tensor
-from models.dataset.columns import (
-    Columns,
-    decode_splits,
-    request_columns,
-)
 from models.dataset.dataset import (
+    Columns,
     Dataset,
     Examples,
     Kind,
     Selection,
+    decode_splits,
+    request_columns,
 )
 from models.requests import Ids, RequestColumns, Requests, ServedRequest
 from models.retrieval.data import InteractionBatch, RequestBatch, WindowBatch

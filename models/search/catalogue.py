@@ -37,7 +37,7 @@ from core.tables import (
     read_parquet,
 )
 from models.custom_features import CUSTOM_KEY, rescale
-from models.dataset.columns import request_columns
+from models.dataset.dataset import request_columns
 from models.text.text_tables import open_vectors, read_vectors, root_mean_square
 
 NO_QUERY = -1

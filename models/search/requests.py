@@ -63,8 +63,14 @@ from core.splits import SPLITS
 from core.tables import read_parquet
 from models.custom_features import read_features
 from models.dataset.batch import PAD, Batch, axes, request_number, to_tensor
-from models.dataset.columns import Columns, decode_splits, request_columns
-from models.dataset.dataset import Examples, Kind, Selection
+from models.dataset.dataset import (
+    Columns,
+    Examples,
+    Kind,
+    Selection,
+    decode_splits,
+    request_columns,
+)
 from models.requests import (
     CandidateRequest,
     Entries,

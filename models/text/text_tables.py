@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.tables import Table
-from models.dataset.columns import Columns, open_columns
+from models.dataset.dataset import Columns, open_columns
 
 
 def root_mean_square(vectors: Tensor) -> float:

@@ -209,7 +209,7 @@ def create_store(file: str) -> None:
     from mlflow.db import upgrade
     from mlflow.version import VERSION
 
-    from models.dataset.columns import cache_folder
+    from models.dataset.dataset import cache_folder
 
     empty = cache_folder().with_name("mlflow") / f"{VERSION}.db"
     if not empty.exists():

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from core.tables import commit, write_part
-from models.dataset.columns import open_columns
+from models.dataset.dataset import open_columns
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
 """Values of each part, whose narrowest types differ."""
