@@ -798,7 +798,7 @@ def _write_pairs(
     """Write the pairs, sorted by item, then query; -1 is the empty query."""
     started = time.monotonic()
     keys = np.zeros(0, dtype=np.int64)  # of the distinct pairs, ascending
-    executor = Executor(start=start_ray)
+    executor = Executor()
     calls = [(part_uri,) for part_uri in sequences.part_uris()]
     for _, pairs in executor.map_unordered(_part_pairs, calls):
         keys = _sort_unique(np.concatenate([keys, pairs]))

@@ -36,25 +36,11 @@ import polars as pl
 from core.errors import UserError
 from pipelines.faults import find_user_error
 from pipelines.prepare.settings.config import RayDataConfig
+from pipelines.start import SHUFFLE_ENV, start_ray
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import DataContext
-
-SHUFFLE_ENV = {
-    "env_vars": {
-        "RAY_DATA_SHUFFLE_MAP_WORKER": "1",
-        "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1",
-    }
-}
-"""Runtime environment with the variables that Ray Data sets for the tasks of its
-shuffle.
-
-Ray starts separate processes for each environment. If all tasks have this environment,
-they share processes, which saves 5 s of process starts for a small log. With a version
-of Ray that sets other variables, only this saving is lost.
-"""
-
 
 MIN_SHARD_BYTES = 128 << 10
 """Minimum bytes of a map task per partition. Ray would keep objects below 100 KiB in
@@ -138,8 +124,8 @@ class Executor:
     in_process: bool = False
     """Run everything in threads of this process, without Ray: faster for a log that
     fits into memory."""
-    start: Callable[[], None] | None = None
-    """Starts Ray; called once, before Ray is first used."""
+    is_started: bool = False
+    """Whether Ray has been started, which happens before its first use."""
 
     def put(self, value: Any) -> Shared:
         """Store `value` in Ray's object store, where all tasks can read it."""
@@ -239,12 +225,12 @@ class Executor:
                 yield from map(pickle.loads, block[RESULT].to_pylist())
 
     def _start_ray(self) -> None:
-        if self.start is None:
+        if self.is_started:
             return
         from pipelines import cluster
 
-        self.start()
-        self.start = None
+        start_ray()
+        self.is_started = True
         needs = {"CPU": 1, "memory": self.settings.memory_gb * 2**30}
         cluster.check_room(1, needs)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import polars as pl
 import psutil
@@ -47,7 +47,6 @@ from pipelines.prepare.run import Report, Run
 from pipelines.prepare.sequences.builder import make_sequences
 from pipelines.prepare.sequences.splits import cut_times
 from pipelines.prepare.settings.config import PrepareConfig, PrepareOptions
-from pipelines.start import start_ray
 
 STATISTICS = "statistics.json"
 """Name of the file that a run writes last."""
@@ -64,10 +63,6 @@ of them ascend by chance."""
 
 MIN_STEPS = 1000
 """Number of adjacent behaviours below which their order is considered noise."""
-
-Existing = Literal["continue", "overwrite", "append"]
-"""What to do with existing tables: `continue` writes missing tables, `overwrite`
-replaces all tables, `append` adds files that the tables do not contain yet."""
 
 
 class Prepared(NamedTuple):
@@ -97,13 +92,13 @@ def make_tables(options: PrepareOptions) -> Prepared:
     began = time.perf_counter()
     source, settings = load_source(options.source)[0], options.settings
     print(f"reading {options.input}", flush=True)
-    existing: Existing = "continue"
-    if options.overwrite:
-        existing = "overwrite"
-    elif options.append:
-        existing = "append"
     made = prepare(
-        source, options.input, options.output, settings, existing, start=start_ray
+        source,
+        options.input,
+        options.output,
+        settings,
+        overwrite=options.overwrite,
+        append=options.append,
     )
     info, num_items = made.sequences.info, made.items.rows
     requests = [f"{info.requests[split]:,} {split}" for split in SPLITS]
@@ -127,9 +122,10 @@ def prepare(
     input_uri: str,
     output_uri: str,
     config: PrepareConfig,
-    existing: Existing = "continue",
     report: Report = print,
-    start: Callable[[], None] = lambda: None,
+    *,
+    overwrite: bool = False,
+    append: bool = False,
 ) -> Prepared:
     """Write the tables of a raw log to `output_uri`.
 
@@ -142,9 +138,9 @@ def prepare(
         input_uri: Folder of the raw files.
         output_uri: Folder of the tables.
         config: Settings of the tables.
-        existing: What to do with existing tables.
         report: Prints a line.
-        start: Starts Ray; called before Ray is first used.
+        overwrite: Replace all tables; by default the missing ones are written.
+        append: Add files that the tables do not contain yet.
     """
     input_uri, output_uri = str(input_uri), str(output_uri)
     config = resolve_config(source, input_uri, config)
@@ -154,11 +150,11 @@ def prepare(
         found: dict[str, Table] = {}
         for name in (*TABLES, *source.timed):
             uri = join(output_uri, name)
-            if existing == "overwrite":
+            if overwrite:
                 check_replaceable(uri, name)
             elif table := find_table(uri, INFO_CLASSES.get(name, AsOfInfo)):
                 found[name] = table
-        extends = existing == "append" and {"events", "rejects"} <= found.keys()
+        extends = append and {"events", "rejects"} <= found.keys()
         partitions = config.partitions or 0
         if not partitions and extends:
             partitions = found["events"].config["partitions"]
@@ -172,7 +168,6 @@ def prepare(
         executor = Executor(
             config.ray_data,
             in_process=fits and not names_cluster,
-            start=start,
         )
         # a finished run has written its statistics, and its tables fit each other
         statistics_file = file_info(join(output_uri, STATISTICS))
@@ -189,7 +184,7 @@ def prepare(
             None if kind.uses_all_events else config.behaviour,
             report,
             executor,
-            grows=existing == "append",
+            grows=append,
             append=extends,
             is_complete=is_complete,
             existing=found,

@@ -78,7 +78,7 @@ class Run:
     report: Report
     executor: Executor
     grows: bool
-    """Whether files may be appended later: `--append` was given, possibly for the first
+    """Whether files may be appended later: `append` was given, possibly for the first
     files."""
     append: bool
     """Extend existing tables. All new versions are put in place together, at the end of

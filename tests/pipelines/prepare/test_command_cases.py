@@ -67,7 +67,7 @@ def train_on_growing_log(
         """Append days to the tables, and build and save the training on them."""
         for day in days:
             shutil.copy(log / f"day-{day:02}.csv", raw)
-        prepare(source, str(raw), inputs.tables, config, report=list, existing="append")
+        prepare(source, str(raw), inputs.tables, config, report=list, append=True)
         if init:
             LoadedModel.load(init, inputs)  # as an evaluation does
         training = build_training(MODEL, fit, inputs, init=init)
@@ -101,16 +101,16 @@ def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path):
     source, defaults = load_case("d4_clock_ahead")
     config = read_config(defaults, {"split": {"val_days": 1, "test_days": 1}})
     tables = str(tmp_path / "tables")
-    prepare(source, str(raw), tables, config, report=list, existing="append")
+    prepare(source, str(raw), tables, config, report=list, append=True)
     before = read_manifest(f"{tables}/events").hash
 
     shutil.copy(log / "log-07-bad.csv", raw / "log-07.csv")
     with pytest.raises(UserError, match=r"1 of 91 rows .*in the future"):
-        prepare(source, str(raw), tables, config, report=list, existing="append")
+        prepare(source, str(raw), tables, config, report=list, append=True)
     assert read_manifest(f"{tables}/events").hash == before
 
     shutil.copy(log / "log-07.csv", raw / "log-07.csv")
-    prepare(source, str(raw), tables, config, report=list, existing="append")
+    prepare(source, str(raw), tables, config, report=list, append=True)
     info = read_manifest(f"{tables}/sequences").info
     assert min(info["requests"].values()) > 30
 
