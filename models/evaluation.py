@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from models.dataset.dataset import Dataset
-from models.metrics.keyed_sums import KeyedSums
+from models.metrics.per_user_metrics import KeyedSums
 from models.training.loop import ValidationStopped
 
 Sums = dict[str, Any]

@@ -15,6 +15,7 @@ import base64
 import hashlib
 import math
 import zlib
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.metrics.keyed_sums import KeyedSums
+MAX_CHUNKS = 256
+"""Number of chunks above which they are merged."""
 
 MAX_TRACKED_USERS = 100_000
 """Maximum number of users whose values are stored. Of larger tables, only every
@@ -39,6 +41,36 @@ def sampling_stride(num_users: int) -> int:
         num_users: Number of users of the table.
     """
     return max(1, math.ceil(num_users / MAX_TRACKED_USERS))
+
+
+@dataclass(frozen=True)
+class KeyedSums:
+    """Two sums for each key."""
+
+    chunks: tuple[tuple[Tensor, Tensor], ...]
+    """Pairs of arrays, one pair per batch: (n,) int64 keys, and (2, n) float64 sums."""
+
+    def __add__(self, other: KeyedSums | float) -> Self:
+        if not isinstance(other, KeyedSums):
+            return self  # the 0 that `sum` starts with
+        joined = type(self)((*self.chunks, *other.chunks))
+        if len(joined.chunks) > MAX_CHUNKS:
+            return type(self)((joined.merge_chunks(),))
+        return joined
+
+    __radd__ = __add__
+
+    def cpu(self) -> Self:
+        """Copy the sums to CPU memory."""
+        return type(self)(tuple((keys.cpu(), sums.cpu()) for keys, sums in self.chunks))
+
+    def merge_chunks(self) -> tuple[Tensor, Tensor]:
+        """Return all keys (n,), ascending, and their sums (2, n)."""
+        keys, index = torch.cat([keys for keys, _ in self.chunks]).unique(
+            return_inverse=True
+        )
+        sums = torch.cat([sums for _, sums in self.chunks], 1)
+        return keys, sums.new_zeros(2, len(keys)).index_add(1, index, sums)
 
 
 class PerUserValues(KeyedSums):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.metrics.keyed_sums import KeyedSums
+from models.metrics.per_user_metrics import KeyedSums
 from models.model import check_finite
 
 CHANCE_GAUC = 0.51

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
 from core.errors import UserError
-from models.metrics import keyed_sums
+from models.metrics import per_user_metrics
 from models.metrics.ranking_metrics import (
     Histogram,
     ranking_means,
@@ -120,7 +120,7 @@ def test_auc_is_exact_at_any_scale_and_over_batches_and_workers(
     scores = torch.randn(4000, generator=generator) * deviation + offset
     chance = torch.sigmoid((scores - offset) / deviation)
     labels = torch.rand(4000, generator=generator) < chance
-    monkeypatch.setattr(keyed_sums, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(per_user_metrics, "MAX_CHUNKS", 3)
 
     parts = [
         Histogram.from_batch(*part, None)

@@ -1,4 +1,4 @@
-"""Recall, NDCG and MRR of requests with one target or a set of targets.
+"""Recall, NDCG, MRR and MAP of requests with one target or a set of targets.
 
 Of n targets, the first k items can hold min(n, k): recall is the share of these that
 are hit, and NDCG divides by the DCG of min(n, k) hits. With one target, from rank 0,
@@ -50,3 +50,19 @@ class MRR(RequestMetric):
     def values(self, ranking: Ranking, k: int) -> Tensor:
         """Return the reciprocal rank (B,)."""
         return torch.where(ranking.rank < k, 1 / (ranking.rank.double() + 1), 0.0)
+
+
+class AveragePrecision(RequestMetric):
+    """Mean over the relevant items of the precision at their ranks.
+
+    It equals MRR where requests have one target.
+    """
+
+    name = "map"
+    is_printed = False
+
+    def values(self, ranking: Ranking, k: int) -> Tensor:
+        """Return the average precision (B,)."""
+        hits = ranking.hits[:, :k].double()
+        precision = hits.cumsum(1) / torch.arange(1, hits.shape[1] + 1)
+        return (precision * hits).sum(1) / ranking.size.clamp(max=k)
