@@ -136,7 +136,8 @@ def name_class(options: Any) -> Any:
         return options
     if not isinstance(options, Mapping):
         options = {"name": options}
-    return {**options, "name": own_code.run_file(str(options.get("name", "")))}
+    name = str(options.get("name", ""))
+    return {**options, "name": own_code.run_file(name) if ":" in name else name}
 
 
 def _build_section(what: str) -> BeforeValidator:
