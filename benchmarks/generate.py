@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.retrieval.data import HistoryBatch
-from models.retrieval.parts import real_positions
+from models.retrieval.retriever import real_positions
 from models.retrieval.search import top_k
 from models.retrieval.tiger.tiger import Tiger
 

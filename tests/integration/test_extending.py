@@ -23,7 +23,7 @@ from core.schemas import Inputs
 from models import own_code, registry
 from models.loaded_model import LoadedModel, build_model
 from models.retrieval.data import Catalogue
-from models.retrieval.parts import History
+from models.retrieval.retriever import History
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from tests.fixtures import training_tables

@@ -45,9 +45,8 @@ from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require_class
 from models.retrieval.options import AtSpeedOptions, Scores
-from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import recommender
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import History, Retriever, real_positions
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.tiger import Tiger
 from models.training.distributed import global_mean

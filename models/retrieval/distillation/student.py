@@ -29,8 +29,7 @@ from models.retrieval.distillation.teacher import (
     build_teacher,
 )
 from models.retrieval.options import Scores, StudentOptions
-from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import Backbone, Decoder, History, Retriever
 from models.retrieval.search import Scorer
 from models.training.distributed import global_mean
 

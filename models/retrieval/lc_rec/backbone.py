@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from models.dataset.batch import PAD
 from models.retrieval.data import HistoryBatch
-from models.retrieval.parts import Backbone, History, Memory, SidTokens
+from models.retrieval.retriever import Backbone, History, Memory, SidTokens
 
 Segment = tuple[Tensor, Tensor]
 """Tokens (B, n), and a mask (B, n) of the tokens that are not padding."""

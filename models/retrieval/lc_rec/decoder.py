@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.retrieval.lc_rec.backbone import LmBackbone
-from models.retrieval.parts import Decoder, History, Memory, real_positions
+from models.retrieval.retriever import Decoder, History, Memory, real_positions
 
 
 class LmDecoder(Decoder):

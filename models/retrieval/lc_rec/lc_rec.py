@@ -48,8 +48,7 @@ from models.retrieval.lc_rec.prompts import (
     encode_titles,
     read_titles,
 )
-from models.retrieval.parts import SidTokens, real_positions
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import Retriever, SidTokens, real_positions
 from models.text import language_model
 from models.training.distributed import global_mean
 

@@ -40,8 +40,7 @@ from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require_class
 from models.retrieval.lc_rec.backbone import LmBackbone, Segment, full_segment
 from models.retrieval.lc_rec.lc_rec import LcRec
-from models.retrieval.parts import History, Memory
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import History, Memory, Retriever
 from models.retrieval.sid_mlp.decoder import SidMlpConfig, SidMlpDecoder
 from models.retrieval.students.nezha import (
     Nezha,

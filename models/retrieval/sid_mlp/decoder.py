@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from core.options import STRICT, Dropout
 from models.retrieval.distillation.student import StudentConfig
-from models.retrieval.parts import Backbone, Decoder, History
+from models.retrieval.retriever import Backbone, Decoder, History
 
 
 @dataclass(config=STRICT)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from models.layers.t5 import dropout
 from models.retrieval.data import HistoryBatch
-from models.retrieval.parts import Backbone, History, SidTokens, real_positions
+from models.retrieval.retriever import Backbone, History, SidTokens, real_positions
 
 CPU_BATCH_TOKENS = 128
 """Tokens per call of an MLP on a CPU, so that activations of the published width fit a

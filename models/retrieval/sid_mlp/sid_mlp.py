@@ -22,8 +22,7 @@ from models.cpu.weights import cache_until_changed
 from models.model import check_finite
 from models.retrieval.distillation.student import Student
 from models.retrieval.options import Scores
-from models.retrieval.parts import History
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import History, Retriever
 from models.retrieval.sid_mlp.decoder import SidMlpConfig, SidMlpDecoder
 
 

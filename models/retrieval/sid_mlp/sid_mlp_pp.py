@@ -36,8 +36,7 @@ from models.retrieval.distillation.teacher import (
     require_class,
     resolve_teacher,
 )
-from models.retrieval.parts import History, real_positions
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import History, Retriever, real_positions
 from models.retrieval.sid_mlp.decoder import SidMlpConfig
 from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone
 from models.retrieval.sid_mlp.sid_mlp import SidMlp

@@ -27,8 +27,7 @@ from models.layers.t5 import dropout
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Joint, JointConfig
 from models.retrieval.distillation.teacher import require_class
-from models.retrieval.parts import History, padding_mask
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import History, Retriever, padding_mask
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
 from models.retrieval.tiger.tiger import Tiger

@@ -39,8 +39,7 @@ from core.options import STRICT
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Joint, JointConfig
 from models.retrieval.distillation.teacher import require_class
-from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import Backbone, Decoder, History, Retriever
 from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
 from models.retrieval.tiger.tiger import Tiger
 

@@ -50,8 +50,7 @@ from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.mamba2 import Mamba2
 from models.layers.t5 import dropout
 from models.retrieval.distillation.student import Student, StudentConfig
-from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import Backbone, Decoder, History, Retriever
 
 EXPAND_V = 2
 """Ratio of the width of a Gated DeltaNet head's values to its keys (published)."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 from models.cpu import kernels
 from models.cpu.weights import PackedLinear, cache_until_changed
 from models.layers.t5 import Stack, T5Sizes
-from models.retrieval.parts import Decoder, History
+from models.retrieval.retriever import Decoder, History
 from models.retrieval.tiger.encoder import T5Backbone
 
 

@@ -23,7 +23,7 @@ from models.cpu import kernels
 from models.cpu.weights import PackedLinear, cache_until_changed
 from models.layers.t5 import EPSILON, Stack, T5Sizes
 from models.retrieval.data import HistoryBatch
-from models.retrieval.parts import (
+from models.retrieval.retriever import (
     Backbone,
     History,
     SidTokens,

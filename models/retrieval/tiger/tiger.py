@@ -17,8 +17,7 @@ from torch import Tensor
 from core.options import STRICT, NamedConfig
 from models.layers.t5 import T5Sizes
 from models.retrieval.data import Catalogue
-from models.retrieval.parts import SidTokens
-from models.retrieval.retriever import Retriever
+from models.retrieval.retriever import Retriever, SidTokens
 from models.retrieval.tiger.decoder import T5Decoder
 from models.retrieval.tiger.encoder import T5Backbone
 

@@ -26,7 +26,7 @@ from models.dataset.batch import PAD
 from models.loaded_model import build_model, load_model
 from models.retrieval.data import InteractionBatch, RequestBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
-from models.retrieval.parts import History
+from models.retrieval.retriever import History
 from models.retrieval.tiger.decoder import T5Decoder
 from models.training import checkpoint
 from tests.fixtures import trainings

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.retrieval.distillation.student import Student
-from models.retrieval.parts import History
+from models.retrieval.retriever import History
 from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,

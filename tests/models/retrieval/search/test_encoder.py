@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from models.layers.t5 import T5Sizes
 from models.retrieval.data import Catalogue
-from models.retrieval.parts import SidTokens, padding_mask
+from models.retrieval.retriever import SidTokens, padding_mask
 from models.retrieval.tiger.encoder import T5Backbone
 
 SIZES = T5Sizes(
