@@ -40,7 +40,7 @@ from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
 
-RequestColumns = tuple[dict[str, Any], dict[str, Any]]
+RequestColumns = tuple[dict[str, NDArray], dict[str, Any]]
 """Columns of requests, and fields of the selection (`Requests.to_columns`)."""
 
 MAX_ROWS = 10_000
@@ -253,23 +253,19 @@ class Requests:
         Items outside the catalogue are left out.
 
         Returns:
-            The columns, of which integers may be lists, and fields of the selection
-            that differ from those of the model.
+            The columns, and fields of the selection that differ from those of the
+            model.
         """
         raise NotImplementedError
 
     def collate(self, requests: Sequence[Any], max_history: int) -> Any:
         """Return the batch of requests."""
         columns, fields = self.to_columns(requests)
-        arrays = {
-            name: np.array(values, np.int64) if isinstance(values, list) else values
-            for name, values in columns.items()
-        }
         selection = self.model.selection(
             self.catalogue, self.split, max_history=max_history, **fields
         )
         kind = self.model.kind
-        return kind.collate(kind.plan(arrays, selection))
+        return kind.collate(kind.plan(columns, selection))
 
     @classmethod
     def list_names(cls, info: Any) -> dict[str, Any]:

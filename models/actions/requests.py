@@ -565,7 +565,7 @@ class ActionsRequests(Requests):
         columns = {
             **{name: values[order] for name, values in events.items()},
             "behaviours_per_user": past.counts + shown.counts,
-            "train_end": [0] * len(requests),
+            "train_end": np.zeros_like(past.counts),
             "val_end": past.counts,
         }
         return columns, {"keep_empty": True}

@@ -326,8 +326,8 @@ class RetrievalRequests(Requests):
         items = [self.find_items(request.history) for request in requests]
         users = [request.user_id for request in requests]
         columns = {
-            "behaviours_per_user": list(map(len, items)),
+            "behaviours_per_user": np.array([len(found) for found in items]),
             "user_hash": hash_strings(pa.array(users, pa.string())),
-            "item": list(chain.from_iterable(items)),
+            "item": np.array([*chain.from_iterable(items)], np.int64),
         }
         return columns, {}

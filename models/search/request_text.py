@@ -73,11 +73,12 @@ class RequestText:
         numbers = enumerate(dict.fromkeys(new), len(self.queries))
         return replace(self, new_queries={query: number for number, query in numbers})
 
-    def find_queries(self, queries: Iterable[str | None]) -> list[int]:
+    def find_queries(self, queries: Iterable[str | None]) -> NDArray[np.int64]:
         """Return the number of each query, or NO_QUERY."""
         names = [query or "" for query in queries]
         new = self.new_queries
-        return [self.index.get(name, new.get(name, NO_QUERY)) for name in names]
+        numbers = [self.index.get(name, new.get(name, NO_QUERY)) for name in names]
+        return np.array(numbers, np.int64)
 
     def _name_queries(self, query: NDArray[np.int64]) -> list[str]:
         """Return the queries with these numbers."""

@@ -522,9 +522,9 @@ class SearchRequests(Requests):
         """Return the columns of requests, and the text, which numbers their queries."""
         info: SearchInfo = self.info
         past, shown = self.split_entries(requests)
-        item = [self.index[id_] for id_ in past.read("history")]
+        item = np.array([self.index[id_] for id_ in past.read("history")], np.int64)
         candidates = shown.read("candidates")
-        candidate = [self.index[id_] for id_ in candidates]
+        candidate = np.array([self.index[id_] for id_ in candidates], np.int64)
         times = past.read("history_time_ms")
         if self.model.reads_times and None in times:
             raise UserError(
@@ -534,6 +534,7 @@ class SearchRequests(Requests):
         request_times = [request.timestamp_ms for request in requests]
         if info.sessions and None in request_times:
             raise UserError("timestamp_ms is missing, and the model reads sessions")
+        type_names = ["", *info.sessions]
         types = [name or "" for name in past.read("history_type")]
         check_known(filter(None, types), info.sessions, "history_type")
         history_default = np.tile(self.mean, (len(item), 1))
@@ -551,32 +552,32 @@ class SearchRequests(Requests):
         text = self.text.add_queries([*queries, *history_queries])
         columns = {
             "behaviours_per_user": past.counts,
-            "requests_per_user": [1] * len(requests),
+            "requests_per_user": np.ones_like(past.counts),
             "item": item,
-            "type": [["", *info.sessions].index(name) for name in types],
-            "time": [time or 0 for time in times],
+            "type": np.array([type_names.index(name) for name in types], np.int64),
+            "time": np.array([time or 0 for time in times], np.int64),
             "query": text.find_queries(history_queries),
             "history_features": self.read_features(past, item, history_default),
             "history_end": past.counts,
-            "split": [SPLITS.index(self.split)] * len(requests),
+            "split": np.full_like(past.counts, SPLITS.index(self.split)),
             "request_query": text.find_queries(queries),
-            "request_time": [time or 0 for time in request_times],
+            "request_time": np.array([time or 0 for time in request_times], np.int64),
             "candidates_per_request": shown.counts,
             "candidate": candidate,
-            "position": [0] * len(candidate),
+            "position": np.zeros_like(candidate),
             "labels": np.zeros((len(candidate), len(info.labels)), bool),
             "features": self.read_features(shown, candidate, default),
         }
         return columns, {"text": text}
 
     def read_features(
-        self, entries: Entries, item: list[int], default: Floats
+        self, entries: Entries, item: NDArray[np.int64], default: Floats
     ) -> Floats:
         """Return all features of entries; the catalogue fills its items' features."""
         vectors = entries.read_vectors(f"{entries.prefix}features", default)
         columns = entries.read_custom(self.info.custom)
         for name, values in self.item_features.items():
-            of_items = values.take(pa.array(item, pa.int64())).cast(columns[name].type)
+            of_items = values.take(pa.array(item)).cast(columns[name].type)
             columns[name] = pc.coalesce(columns[name], of_items)
         custom = read_features(self.info.custom, columns, len(item))
         return np.hstack([vectors, custom])
