@@ -10,6 +10,9 @@ A model declares its properties as class attributes and overrides the methods in
 it differs. `RetrievalModel`, `SearchModel` and `ActionsModel` are the base classes of
 the three kinds; `models/registry.py` lists all models by name. Commands use the
 attributes of a model's class, never its name.
+
+The loss of labels and the check of scores, which models of several kinds use, are here
+too. Shapes: `N` candidates, `K` labels.
 """
 
 from __future__ import annotations
