@@ -40,7 +40,7 @@ from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
 
-RequestColumns = tuple[dict[str, NDArray], dict[str, Any]]
+RequestColumns = tuple[dict[str, Any], dict[str, Any]]
 """Columns of requests, and fields of the selection (`Requests.to_columns`)."""
 
 MAX_ROWS = 10_000
