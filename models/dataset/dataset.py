@@ -135,7 +135,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.user)
 
-    def take(self, rows: NDArray) -> Self:
+    def take(self, rows: NDArray | slice) -> Self:
         """Return the examples with these (b,) indices."""
         return replace(
             self, **{name: getattr(self, name)[rows] for name in self.arrays}
@@ -298,7 +298,7 @@ class Dataset:
         )
         for step, rows in enumerate(batches, skip):
             batch = self.examples.take(rows).draw([seed, epoch, step])
-            yield batch.take(np.arange(self.rank, len(rows), self.world))
+            yield batch.take(slice(self.rank, None, self.world))
 
     def epoch(
         self,

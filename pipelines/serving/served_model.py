@@ -167,7 +167,11 @@ class ServedModel(PythonModel):
         """Return an answer for each row (`rank_catalogue`, `rank_candidates`)."""
         rows: Any = model_input
         if isinstance(model_input, pd.DataFrame):  # a missing value is NaN
-            rows = [row.dropna().to_dict() for _, row in model_input.iterrows()]
+            filled = model_input.astype(object).where(model_input.notna(), None)
+            rows = [
+                {name: value for name, value in row.items() if value is not None}
+                for row in filled.to_dict("records")
+            ]
         answers = self.answer_rows(rows, params or {})
         return pd.DataFrame(answers or {name: [] for name in ANSWER_FIELDS})
 
