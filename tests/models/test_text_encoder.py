@@ -6,20 +6,15 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModel,
-    BertConfig,
-    BertModel,
     LlamaConfig,
     LlamaModel,
-    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
 )
@@ -27,41 +22,16 @@ from transformers import (
 from core.errors import UserError
 from models.text.pretrained import MINILM_PACKAGE
 from models.text.text_encoder import TextEncoder, check_encoder, load_saved
+from tests.fixtures.encoders import (
+    POSITIONS,
+    SIZES,
+    WORDS,
+    encode_alone,
+    make_tokenizer,
+    save_bert,
+)
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-WORDS = ("red", "green", "blue", "big", "small", "drill", "hose", "tape", "lamp")
 TEXTS = [" ".join(WORDS[(i * j) % 9] for j in range(1 + i % 7)) for i in range(1, 30)]
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "initializer_range": 0.5,
-}
-POSITIONS = 24
-
-
-def make_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    vocabulary = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    options = {"pad_token": "[PAD]", "model_max_length": POSITIONS, **options}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, **options)
-
-
-def save_bert(folder: Path, vocab_size: int = 13, **options: Any) -> None:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=vocab_size, max_position_embeddings=POSITIONS, **SIZES
-    )
-    BertModel(config).save_pretrained(folder)
-    make_tokenizer(**options).save_pretrained(folder)
 
 
 def save_half_bert(folder: Path) -> None:
@@ -70,8 +40,7 @@ def save_half_bert(folder: Path) -> None:
 
 
 def save_llama(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=13, max_position_embeddings=POSITIONS, **SIZES)
+    config = LlamaConfig(vocab_size=14, max_position_embeddings=POSITIONS, **SIZES)
     LlamaModel(config).save_pretrained(folder)
     tokenizer = make_tokenizer(padding_side="left", pad_token=None, eos_token="[SEP]")
     tokenizer.save_pretrained(folder)
@@ -79,15 +48,14 @@ def save_llama(folder: Path) -> None:
 
 def save_roberta(folder: Path) -> None:
     """Save a model with two positions fewer than its tokenizer and config say."""
-    torch.manual_seed(0)
     config = RobertaConfig(
-        vocab_size=13, max_position_embeddings=POSITIONS, pad_token_id=1, **SIZES
+        vocab_size=14, max_position_embeddings=POSITIONS, pad_token_id=1, **SIZES
     )
     RobertaModel(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
-ENCODERS: dict[str, Callable[[Path], None]] = {
+ENCODERS: dict[str, Callable[[Path], object]] = {
     "bert": save_bert,
     "left padding": lambda folder: save_bert(folder, padding_side="left"),
     "bfloat16": save_half_bert,
@@ -96,28 +64,17 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def encode_alone(folder: Path, text: str, pooling: str) -> np.ndarray:
-    """Encode one text by a plain forward pass in float32, so without padding."""
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    length = POSITIONS - 2 if model.config.model_type == "roberta" else POSITIONS
-    batch = make_tokenizer()(
-        text, truncation=True, max_length=length, return_tensors="pt"
-    )
-    with torch.inference_mode():
-        states = model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-        ).last_hidden_state[0]
-    vector = (states[0] if pooling == "cls" else states.mean(0)).numpy()
-    return vector / np.linalg.norm(vector)
-
-
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_vector_does_not_depend_on_the_batch(name, pooling, tmp_path):
     ENCODERS[name](tmp_path)
     texts = [*TEXTS, "red " * 40]
     vectors = TextEncoder(str(tmp_path), pooling, 256, 8).encode(texts)
-    alone = np.stack([encode_alone(tmp_path, text, pooling) for text in texts])
+    longest = POSITIONS - 2 if name == "roberta" else POSITIONS
+    alone = [
+        encode_alone(tmp_path, text, pooling=pooling, max_tokens=longest)
+        for text in texts
+    ]
     np.testing.assert_allclose(vectors, alone, atol=1e-5)
 
 
@@ -186,7 +143,7 @@ def add_own_code(folder: Path) -> None:
     [
         (remove_layer, "lacks 16 weights"),
         (remove_tokenizer, "no tokenizer"),
-        (lambda folder: save_bert(folder, vocab_size=12), "12 token embeddings"),
+        (lambda folder: save_bert(folder, vocab_size=13), "13 token embeddings"),
         (lambda folder: save_bert(folder, pad_token=None), "pad token"),
         (add_own_code, "code"),
         (lambda folder: None, "cannot load"),

@@ -1,102 +1,20 @@
-"""Writers of small retrieval tables, and checkpoints of a teacher and an encoder."""
+"""Checkpoints of a teacher and an encoder."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
-from core.schemas import (
-    Inputs,
-    ItemsInfo,
-    RetrievalInfo,
-    events_schema,
-    items_schema,
-    sequences_schema,
-)
+from core.schemas import Inputs
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from tests.fixtures import training_tables
-from tests.fixtures.infos import make_info
 from tests.fixtures.trainings import TIGER, build_training
-
-Log = dict[str, list[tuple[int, int]]]
-"""User -> (timestamp, item_index), in order of time."""
-
-WriteTables = Callable[..., Path]
-
-
-def assign_splits(count: int) -> list[str]:
-    """Return the split of each of a user's `count` behaviours: leave-last-out."""
-    if count < 3:
-        return ["train"] * count
-    return ["train"] * (count - 2) + ["val", "test"]
-
-
-def build_sequence(user: str, behaviours: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the row of `sequences` of one user, with one request per behaviour.
-
-    A request's history holds the strictly earlier behaviours.
-    """
-    times = [time for time, _ in behaviours]
-    splits = assign_splits(len(behaviours))
-    requests = []
-    for (time, item), split in zip(behaviours, splits, strict=True):
-        request = {
-            "timestamp_ms": time,
-            "query": None,
-            "history_end": sum(earlier < time for earlier in times),
-            "split": split,
-            "candidates": [item],
-        }
-        requests.append(request)
-    return {
-        "user_id": user,
-        "item_index": [item for _, item in behaviours],
-        "timestamp_ms": times,
-        "query": [None] * len(times),
-        "requests": requests,
-    }
-
-
-@pytest.fixture
-def write_tables(tmp_path) -> WriteTables:
-    """A function that writes `items` and `sequences` of a log, a few users per part."""
-
-    def write(log: Log, num_items: int) -> Path:
-        root = tmp_path / "tables"
-        columns = {
-            "item_index": np.arange(num_items, dtype=np.int32),
-            "item_id": [f"i{i:05d}" for i in range(num_items)],
-        }
-        items = training_tables.write_table(
-            f"{root}/items",
-            "items",
-            pa.table(columns, schema=items_schema()),
-            make_info(ItemsInfo),
-            {},
-        )
-        rows = [build_sequence(user, behaviours) for user, behaviours in log.items()]
-        training_tables.write_table(
-            f"{root}/sequences",
-            "sequences",
-            pa.Table.from_pylist(rows, sequences_schema(events_schema())),
-            make_info(RetrievalInfo, kind="retrieval"),
-            {"items": items.hash},
-            parts=math.ceil(len(rows) / 3),
-        )
-        return root
-
-    return write
-
 
 HEADS = {
     "attention_heads": 2,

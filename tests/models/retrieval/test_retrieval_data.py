@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from models.dataset.dataset import Dataset
 from models.retrieval.data import RequestBatch, WindowBatch
 from models.retrieval.requests import RETRIEVAL
 from tests.fixtures.commands import load_split
-from tests.models.retrieval.conftest import assign_splits
+from tests.fixtures.training_tables import Log, assign_splits, write_log
 
 Example = tuple[Any, ...]
 """User row, history and target; in val and test also whether the target is a repeat."""
@@ -31,6 +32,12 @@ FEW_EXAMPLES = settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+def write_sequences(folder: Path, log: Log) -> str:
+    """Write the tables of a log, a few users per part; return the URI of `sequences`."""
+    write_log(str(folder), log, 10, parts=-(-len(log) // 3))
+    return f"{folder}/sequences"
 
 
 def list_expected(log, split: str, max_history: int) -> list[Example]:
@@ -116,8 +123,8 @@ def count_users(examples: list[Example]) -> int:
 
 @FEW_EXAMPLES
 @given(log=LOG, max_history=st.integers(1, 6), world=st.integers(1, 3))
-def test_requests_are_those_of_the_tables(write_tables, log, max_history, world):
-    uri = str(write_tables(log, 10) / "sequences")
+def test_requests_are_those_of_the_tables(tmp_path, log, max_history, world):
+    uri = write_sequences(tmp_path, log)
     for split in ("train", "val", "test"):
         ranks = load_ranks(uri, split, world, max_history=max_history)
         expected = list_expected(log, split, max_history)
@@ -127,9 +134,9 @@ def test_requests_are_those_of_the_tables(write_tables, log, max_history, world)
 
 @FEW_EXAMPLES
 @given(log=LOG, max_history=st.integers(1, 14), world=st.integers(1, 3))
-def test_windows_serve_each_train_request_once(write_tables, log, max_history, world):
+def test_windows_serve_each_train_request_once(tmp_path, log, max_history, world):
     """Histories are slices of the behaviours, and whole if one window is enough."""
-    uri = str(write_tables(log, 10) / "sequences")
+    uri = write_sequences(tmp_path, log)
     ranks = load_ranks(uri, "train", world, unit="user", max_history=max_history)
     expected = list_expected(log, "train", 99)
 
@@ -149,8 +156,8 @@ def test_windows_serve_each_train_request_once(write_tables, log, max_history, w
         assert num_windows == count_users(expected)
 
 
-def test_next_requests_follow_all_behaviours(write_tables):
+def test_next_requests_follow_all_behaviours(tmp_path):
     log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
-    uri = str(write_tables(log, 10) / "sequences")
+    uri = write_sequences(tmp_path, log)
     examples = list_examples(load_split(RETRIEVAL, uri, "next"))
     assert examples == [(0, (4,), -1), (1, (2, 3, 5), -1)]

@@ -13,6 +13,7 @@ from models.retrieval.sasrec import SASRec, SASRecConfig
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.commands import load_split
 from tests.fixtures.small_retrieval import make_windows
+from tests.fixtures.training_tables import write_log
 
 ITEMS = 12
 
@@ -38,10 +39,11 @@ def test_a_later_behaviour_changes_no_earlier_state(sasrec):
 
 
 def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
-    sasrec, write_tables
+    sasrec, tmp_path
 ):
     log = {f"u{i}": [(t, (3 * i + t) % ITEMS) for t in range(4 + i)] for i in range(4)}
-    uri = str(write_tables(log, ITEMS) / "sequences")
+    write_log(str(tmp_path), log, ITEMS)
+    uri = f"{tmp_path}/sequences"
     users = load_split(RETRIEVAL, uri, "train", unit="user", max_history=8)
     requests = load_split(RETRIEVAL, uri, "train", unit="request", max_history=8)
     (rows,) = users.evaluation_batches(100)
@@ -62,7 +64,7 @@ def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
 
 
 def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
-    write_tables,
+    tmp_path,
 ):
     """First behaviours of a user are counted, too, alone or with equal timestamps."""
     log = {
@@ -70,7 +72,8 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
         "b": [(1, 3), (1, 7)],
         "c": [(4, 5)],
     }
-    uri = str(write_tables(log, 10) / "sequences")
+    write_log(str(tmp_path), log, 10)
+    uri = f"{tmp_path}/sequences"
     train = load_split(
         RETRIEVAL,
         uri,

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoModel
 
 from models.search.encoders import (
     CausalBert,
@@ -19,6 +20,7 @@ from models.search.encoders import (
 )
 from models.search.qgs import info_nce
 from models.search.ranker import HFGAttention
+from tests.fixtures.encoders import save_bert
 from tests.fixtures.search_models import compute_infonce_by_loop
 
 
@@ -126,39 +128,17 @@ def test_group_attention_stops_the_gradient_of_its_context():
     assert block.context.weight.grad is not None
 
 
-@pytest.fixture
-def pretrained_bert(tmp_path):
-    """A BERT of random weights, saved in `tmp_path`."""
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=20,
-        max_position_embeddings=16,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=12,
-    )
-    model = BertModel(config, add_pooling_layer=False)
-    model.save_pretrained(tmp_path)
-    return model.eval()
-
-
-def test_the_user_tower_gets_the_sizes_and_weights_of_a_pretrained_bert(
-    pretrained_bert, tmp_path
-):
-    assert pretrained_sizes(str(tmp_path)) == {
-        "width": 8,
-        "num_layers": 2,
-        "num_heads": 2,
-        "ffn": 12,
-    }
-    tower = CausalBert(8, 2, 2, 12, 10)
-    copy_pretrained(tower, str(tmp_path))
-    h = torch.randn(1, 10, 8)
+def test_the_user_tower_gets_the_sizes_and_weights_of_a_pretrained_bert(tmp_path):
+    folder = save_bert(tmp_path)
+    sizes = {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 32}
+    assert pretrained_sizes(folder) == sizes
+    tower = CausalBert(*sizes.values(), 10)
+    copy_pretrained(tower, folder)
+    h = torch.randn(1, 10, 16)
 
     state = tower.eval()(h)[:, :1]
 
     # the tower is causal: only the first position has the inputs of a BERT of length 1
-    expected = pretrained_bert(inputs_embeds=h[:, :1]).last_hidden_state
+    bert = AutoModel.from_pretrained(folder).eval()
+    expected = bert(inputs_embeds=h[:, :1]).last_hidden_state
     assert torch.allclose(state, expected, atol=1e-5)
