@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from core.tables import read_manifest
 from models.actions.requests import ACTIONS
@@ -67,6 +68,7 @@ LOG = [
 
 def prepare_feed(folder: Path, lines: list[str], **changes: Any) -> str:
     """Prepare a log with some keys of its mapping changed; return its tables."""
+    folder.mkdir(exist_ok=True)
     (folder / "log.csv").write_text("\n".join(lines) + "\n")
     (folder / "items.csv").write_text("i,a,s\na,x,1.5\nb,,\n")
     (folder / "users.csv").write_text("id,age\nold,70\nnew,20\nold,7\n")
@@ -98,6 +100,8 @@ def test_sequences_have_tasks_features_and_split_boundaries(tmp_path, capsys):
         [0, 0, 1],
         [1, 1, 0],
     ]
+    ratings = [actions[0] for actions in users["old"]["actions"]]
+    assert ratings == pytest.approx([8 / 9, 1 / 9, 1 / 3, 0, 0, 7 / 9])  # of the range
     assert info["base_rates"] == {"liked": 0.25, "click": 0.75, "like": 0.25}
     for name in ("features", "feature_mean", "feature_std"):
         assert len(info[name]) == 3 * 7
@@ -131,3 +135,25 @@ def test_attributes_of_users_and_categories_of_events_are_features_of_events(tmp
     }
     # features in the order of their names: age, place
     assert candidate_viewers == {"old": [[1, 1]], "new": [[0, 0], [0, 1]]}
+
+
+def test_counts_of_candidates_include_no_event_of_their_split(tmp_path):
+    """Counts of candidates are taken at the start of the split: else one like of a user
+    would lower the predictions of the user's other candidates.
+    """
+
+    def compute_features(disliked: int) -> np.ndarray:
+        """Return the features (9, F) of a user who likes all items but one."""
+        lines = [*LOG[:5]]
+        for time in (11, 12, 13, 21, 22, 23, 31, 32, 33):
+            lines.append(f"u,a,{START + time},1,{int(time != disliked)},0,4")
+        tables = prepare_feed(tmp_path / str(disliked), lines)
+        return np.array(read_users(tables)["u"]["features"])
+
+    train_changed, val_changed, test_changed = map(compute_features, (11, 21, 31))
+
+    assert np.array_equal(val_changed[3:6], np.tile(val_changed[3], (3, 1)))
+    assert np.array_equal(test_changed[6:], np.tile(test_changed[6], (3, 1)))
+    # events of validation are counted at the start of test
+    assert not np.array_equal(val_changed[6:], test_changed[6:])
+    assert not np.array_equal(train_changed[3:6], val_changed[3:6])
