@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from functools import cache, partial
 
 import pytest
 import torch
@@ -20,50 +19,22 @@ from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone, Role
 from models.retrieval.sid_mlp.sid_mlp_pp import (
     SidMlpPp,
     SidMlpPpConfig,
-    SidMlpPpEncoder,
-    SidMlpPpEncoderConfig,
 )
 from models.retrieval.tiger.tiger import Tiger, TigerConfig
 from models.training import checkpoint
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
-from tests.fixtures.small_retrieval import make_requests_with_lengths
+from tests.fixtures.small_retrieval import (
+    build_catalogue,
+    build_taught,
+    build_tiger,
+    make_requests_with_lengths,
+)
+from tests.fixtures.trainings import CASES
 from tests.models.retrieval.conftest import ENCODER
 
-ITEMS = 24
-TIGER = {
-    "d_model": 16,
-    "d_ff": 32,
-    "num_heads": 2,
-    "d_kv": 8,
-    "num_encoder_layers": 1,
-    "num_decoder_layers": 1,
-    "n_user_tokens": 3,
-    "max_history": 7,
-    "dropout": 0.0,
-}
-SIZES = {"encoder_layers": 2, "encoder_width": 32}
 STAGE_2 = {"name": "sid_mlp_pp", "teacher": ""}
-make_requests = partial(make_requests_with_lengths, items=ITEMS)
-
-
-@cache
-def build_catalogue(levels: int = 3) -> Catalogue:
-    """Return a catalogue whose items have `levels` random codes."""
-    sizes = (24,) if levels == 1 else (8,) * levels
-    generator = torch.Generator().manual_seed(levels)
-    columns = [
-        torch.randint(0, size, (40 * ITEMS,), generator=generator) for size in sizes
-    ]
-    codes = torch.stack(columns, 1).unique(dim=0)
-    order = torch.randperm(len(codes), generator=generator)
-    return Catalogue.from_codes(codes[order[:ITEMS]], sizes)
-
-
-def build_teacher() -> Tiger:
-    """Return a frozen TIGER."""
-    teacher = Tiger(TigerConfig(**TIGER), build_catalogue())
-    return teacher.requires_grad_(False).eval()
+TIGER = {**CASES["tiger"], "max_history": 7}
 
 
 def encode(
@@ -120,10 +91,11 @@ def test_the_encoder_computes_equation_4_for_every_token(
     packed, training, levels, lengths, layers, shared, seed
 ):
     torch.manual_seed(seed)
-    tiger = Tiger(TigerConfig(**TIGER), build_catalogue(levels)).double()
+    codes = (24,) if levels == 1 else (8,) * levels
+    tiger = Tiger(TigerConfig(**TIGER), build_catalogue(24, codes)).double()
     sizes = EncoderSizes(layers, 20, shared_mlp=shared)
     encoder = MlpBackbone(tiger.backbone, sizes).double().eval()
-    batch = make_requests(lengths, seed)
+    batch = make_requests_with_lengths(lengths, seed, items=24)
 
     with torch.set_grad_enabled(training):
         states, padding = encode(encoder, batch, packed)
@@ -142,19 +114,10 @@ def test_the_encoder_computes_equation_4_for_every_token(
             assert is_padding == [position >= count for position in range(width)]
 
 
-def build_stage_1() -> tuple[SidMlpPpEncoder, Tiger]:
-    """Return a model of stage 1 and its teacher."""
-    torch.manual_seed(0)
-    config = SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER)
-    model = SidMlpPpEncoder(config, build_catalogue())
-    teacher = build_teacher()
-    model.set_teacher(teacher)
-    return model.eval(), teacher
-
-
 def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batched():
-    model, teacher = build_stage_1()
-    batch = make_requests([2, 7, 1, 4, 4])
+    teacher = build_tiger()
+    model = build_taught("sid_mlp_pp_encoder", teacher=teacher, encoder_width=32)
+    batch = make_requests_with_lengths([2, 6, 1, 4, 4])
     states, targets = model.backbone.encode(batch).states, teacher.encode(batch).states
     is_real = torch.arange(states.shape[1]) < teacher.tokens.lengths(batch)[:, None]
     real_targets = targets[is_real]
@@ -179,18 +142,16 @@ def test_stage_1_is_evaluated_by_its_error(distillation):
     assert set(result.metrics) == {"mse", "neg_mse", "r2"}
 
 
-def test_stage_2_has_the_frozen_encoder_of_stage_1(distillation):
-    run = distillation.build(**STAGE_2, encoder=distillation.stage_1)
-    stage_1, _ = load_model(f"{distillation.stage_1}/best", run.catalogue)
+def test_stage_2_has_the_frozen_encoder_of_stage_1_and_loads_without_its_folder(
+    distillation, tmp_path
+):
+    encoder = shutil.copytree(distillation.stage_1, tmp_path / "encoder")
+    run = distillation.build(**STAGE_2, encoder=str(encoder))
+    stage_1, _ = load_model(encoder / "best", run.catalogue)
     encoder_weights = dict(stage_1.backbone.named_parameters())
     for name, weight in run.model.backbone.named_parameters():
         assert torch.equal(weight, encoder_weights[name])
         assert not weight.requires_grad
-
-
-def test_stage_2_loads_without_the_folder_of_stage_1(distillation, tmp_path):
-    encoder = shutil.copytree(distillation.stage_1, tmp_path / "encoder")
-    run = distillation.build(**STAGE_2, encoder=str(encoder))
     checkpoint.save(tmp_path / "student", run.model, run.checkpoint(epoch=1))
     shutil.rmtree(encoder)
 
