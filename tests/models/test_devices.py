@@ -3,7 +3,7 @@ is an error.
 
 A tensor of the simulated device reports the device `meta`, whose kernels are never
 called, while its values are on the CPU. An operation on tensors of both devices fails, as
-it does on a GPU. Whether a step waits for a GPU is tested in `test_gpu.py`.
+it does on a GPU. Operations for which a GPU's step would wait are recorded.
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ aten = torch.ops.aten
 SIMULATED = torch.device("meta")
 
 CROSS_DEVICE_COPIES = {aten._to_copy.default, aten.copy_.default}
+WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operations that read a value, or whose shape depends on values."""
+waits: list[Any] = []
+"""Operations on the simulated device whose results the host waits for."""
+SEARCHES_THAT_WAIT = {
+    "atspeed_s": "the number of accepted draft tokens is read after each draft",
+    "atspeed_r": "as atspeed_s",
+}
+"""Models whose search reads values back, with the reason."""
 
 
 class SimulatedTensor(Tensor):
@@ -74,6 +83,15 @@ def to_cpu(value: Any) -> Any:
     return value
 
 
+def has_to_wait(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether the host waits for the result of an operation on a GPU."""
+    if func is aten._to_copy.default:
+        return "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"
+    if func is aten.index.Tensor:
+        return any(x is not None and x.dtype == torch.bool for x in args[1])
+    return bool(WAITING & {*func.tags}) and kwargs.get("output_size") is None
+
+
 def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the CPU and return its results on the device of its inputs.
 
@@ -87,6 +105,8 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     assert not (simulated and on_cpu) or func in CROSS_DEVICE_COPIES, (
         f"{func} mixes devices: {[tuple(x.shape) for x in on_cpu]} on the CPU"
     )
+    if simulated and has_to_wait(func, args, kwargs):
+        waits.append(func)
     device = kwargs.get("device")
     to_simulated = bool(simulated)
     if func is aten.copy_.default:
@@ -135,6 +155,7 @@ def simulated_device(monkeypatch) -> Iterator[SimulatedDevice]:
         yield mode
 
 
+NAMES = [*registry.MODELS, "hllm item_tower"]
 FIT = FitConfig(batch_size=8, eval_batch_size=8)
 
 
@@ -168,10 +189,8 @@ def build_small_training(
     name: str, data: dict[str, Any], fit: FitConfig, device: Any
 ) -> TrainingRun:
     """Build a training of a small model, with its teacher and encoder where it has one."""
-    model_class = registry.find(name)
-    options = {**CASES.get(name, {}), "name": name}
-    if name == "hllm":
-        options = CASES["hllm item_tower"]
+    options = {"name": name, **CASES.get(name, {})}
+    model_class = registry.find(options["name"])
     if issubclass(model_class.config_class, TeacherConfig):
         options["teacher"] = data[model_class.config_class.default_teacher]
         options.pop("teacher_model", None)
@@ -195,20 +214,45 @@ def get_gradients(model: nn.Module) -> list[Tensor]:
     return [gradient for gradient in gradients.values() if gradient is not None]
 
 
+def check_steps(run: TrainingRun) -> None:
+    """Check that training steps, and searches or scores, leave the host nothing to wait for.
+
+    Batches of actions are planned with and without ties.
+    """
+    model: Any = run.model
+    batch = next(run.train.epoch(8, seed=1, epoch=0, pad_to_buckets=True))
+    batches = [batch.to(SIMULATED)]
+    if model.kind.name == "actions":
+        batches = [replace(batches[0], has_ties=ties) for ties in (False, True)]
+    for inputs in batches:
+        waits.clear()
+        model.train()(inputs)["loss"].backward()
+        for gradient in get_gradients(model):
+            assert isinstance(gradient, SimulatedTensor)
+        model.eval()
+        with torch.no_grad():
+            if model.kind.name == "actions":
+                model.logits(inputs, history=False)
+            elif model.ranks == "catalogue" and model.name not in SEARCHES_THAT_WAIT:
+                no_items = torch.zeros(24, dtype=torch.bool, device=SIMULATED)
+                allowed = model.encode_allowed(no_items)
+                search = type(model).recommend.__wrapped__.__wrapped__
+                for searched in (inputs, replace(inputs, allowed=allowed)):
+                    search(model, searched, 3)
+        # a tower encodes the distinct documents
+        assert waits == [] or getattr(model, "item_tower", None)
+
+
 # the simulated device copies from `meta` on purpose
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
-@pytest.mark.parametrize("name", registry.MODELS)
-def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_waits_for_no_value_and_leaves_no_tensor_on_the_cpu_nor_does_a_validation(
     name, data, simulated_device
 ):
     run = build_small_training(name, data, FIT, SIMULATED)
 
     if run.model.trains_by_gradient:
-        batch = next(first_epoch(run)).to(SIMULATED)
-        run.model.train()
-        run.model(batch)["loss"].backward()
-        for gradient in get_gradients(run.model):
-            assert isinstance(gradient, SimulatedTensor)
+        check_steps(run)
     else:
         run.fit_in_one_pass()
     measured = measure_examples(run.model, run.val, batch_size=8, device=run.device)
@@ -237,7 +281,8 @@ class GradientAdditions(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
+    "name",
+    [n for n in NAMES if registry.find(n.split()[0]).trains_by_gradient],
 )
 def test_a_step_and_a_validation_in_bfloat16_are_finite_and_can_be_repeated(name, data):
     """GPUs use bfloat16 by default; here it is the autocast of the CPU."""

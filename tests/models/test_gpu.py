@@ -1,5 +1,6 @@
-"""What CUDA graphs require, as far as a CPU shows it: no step waits for a value, batches
-have few shapes, and padded or replayed batches give equal results.
+"""What CUDA graphs require, as far as a CPU shows it: batches have few shapes, and padded
+or replayed batches give equal results. That no step waits for a value is tested in
+`test_devices.py`.
 """
 
 from __future__ import annotations
@@ -7,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
@@ -37,18 +37,12 @@ from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.trainings import CASES
 
-GRADIENT_MODELS = [
-    name for name in registry.MODELS if registry.find(name).trains_by_gradient
+RANKERS = [
+    name
+    for name in registry.MODELS
+    if registry.find(name).trains_by_gradient
+    and registry.find(name).kind.name != "retrieval"
 ]
-MODELS_BY_KIND = {
-    kind: [n for n in GRADIENT_MODELS if registry.find(n).kind.name == kind]
-    for kind in ("retrieval", "search", "actions")
-}
-WAITING_SEARCHES = {
-    "atspeed_s": "the number of accepted draft tokens is read after each draft",
-    "atspeed_r": "as atspeed_s",
-}
-"""Models whose search reads values back, with the reason."""
 
 
 @pytest.fixture(scope="module")
@@ -67,113 +61,26 @@ def build_retrieval_model(name: str) -> tuple[Any, Any]:
     """Build a model, with its teacher where it has one, and a batch of its unit."""
     catalogue = small_retrieval.build_catalogue()
     torch.manual_seed(0)
-    options = CASES.get(name) or {"name": name, "teacher_model": CASES["tiger"]}
-    model: Any = build_model(options, catalogue)
+    model: Any = build_model(CASES[name], catalogue)
     if isinstance(model, TaughtModel):
         model.set_teacher(build_teacher(model.config, catalogue))
     batch = small_retrieval.make_requests(8, longest=5)
     if model.example_unit == "user":
-        return model, small_retrieval.make_windows(
-            batch,
-            target=torch.tensor([1, 2, 3]),
-            target_row=torch.tensor([0, 1, 2]),
-            target_position=torch.tensor([0, 0, 0]),
-        )
+        return model, small_retrieval.make_windows(batch)
     return model, batch
 
 
-def build_ranker(name: str, logs: Any, **options: Any) -> tuple[Any, Dataset]:
+def build_ranker(name: str, logs: Any) -> tuple[Any, Dataset]:
     """Build a small ranker and its train examples."""
     catalogue = logs[registry.find(name).kind.name]
     torch.manual_seed(0)
-    model = build_model({**CASES[name], **options}, catalogue)
+    model = build_model(CASES[name], catalogue)
     return model, Dataset.load(model, catalogue, "train", max_history=8)
-
-
-@pytest.fixture
-def to_meta(monkeypatch) -> Callable[..., Any]:
-    """Return a function that moves modules in place, and a batch as a copy, to the
-    device `meta`.
-
-    Tensors on `meta` have shapes alone: a value that is read back, or a shape that depends
-    on values, is an error, and code for CPUs is not used.
-    """
-    autocast = torch.autocast
-
-    def autocast_unless_meta(device: str, *args: Any, **options: Any) -> Any:
-        if device == "meta":
-            return nullcontext()
-        return autocast(device, *args, **options)
-
-    monkeypatch.setattr(torch, "autocast", autocast_unless_meta)
-
-    def move(batch: Batch, *modules: Any) -> Batch:
-        for outer in modules:
-            for module in outer.to("meta").modules():
-                for name, value in list(vars(module).items()):
-                    if isinstance(value, Tensor):
-                        setattr(module, name, value.to("meta"))
-        return batch.map(lambda value: value.to("meta"))
-
-    return move
 
 
 def get_search_step(model: Any) -> Callable[..., Any]:
     """Return `recommend` of a model without its two decorators."""
     return type(model).recommend.__wrapped__.__wrapped__
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS_BY_KIND["retrieval"])
-@pytest.mark.exhaustive
-def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_meta):
-    meta_model, batch = build_retrieval_model(name)
-    teacher = getattr(meta_model, "_teacher", ())
-    meta_batch = to_meta(batch, meta_model, *teacher)
-    meta_model.train()(meta_batch)["loss"].backward()
-    if registry.find(name).ranks == "nothing" or name in WAITING_SEARCHES:
-        return
-
-    meta_model.eval()
-    search = get_search_step(meta_model)
-    no_items = torch.zeros(30, dtype=torch.bool, device="meta")
-    with torch.no_grad():
-        search(meta_model, meta_batch, 3)
-        allowed = meta_model.encode_allowed(no_items)
-        search(meta_model, replace(meta_batch, allowed=allowed), 3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS_BY_KIND["search"])
-@pytest.mark.exhaustive
-def test_training_steps_of_search_read_no_values_back(name, logs, to_meta):
-    options = {} if name == "base" else {"num_layers": 1}
-    model, examples = build_ranker(name, logs, **options)
-    batch = examples.collate(np.arange(9)).pad_to_buckets(
-        examples.selection.max_history
-    )
-
-    meta_batch = to_meta(batch, model)
-    model.train()(meta_batch)["loss"].backward()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [*((name, True) for name in MODELS_BY_KIND["actions"]), ("attn_lfa", False)],
-)
-@pytest.mark.exhaustive
-def test_training_steps_and_scores_of_actions_read_no_values_back(
-    name, tied, logs, to_meta
-):
-    model, examples = build_ranker(name, logs, num_layers=1)
-    batch = next(examples.epoch(5, seed=1, epoch=0, pad_to_buckets=True))
-    batch = replace(batch, has_ties=tied)
-
-    meta_batch = to_meta(batch, model)
-    model.train()(meta_batch)["loss"].backward()
-    with torch.no_grad():
-        model.eval().logits(meta_batch, history=False)
 
 
 def test_a_bucket_is_at_most_half_larger_than_its_content():
@@ -182,23 +89,14 @@ def test_a_bucket_is_at_most_half_larger_than_its_content():
         assert bucket_size(bucket_size(size)) == bucket_size(size)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *MODELS_BY_KIND["actions"],
-        *MODELS_BY_KIND["search"],
-        "tiger",
-        "sasrec",
-        "sid_sasrec",
-    ],
-)
+@pytest.mark.parametrize("name", [*RANKERS, "tiger", "sasrec", "sid_sasrec"])
 def test_padding_of_a_batch_changes_no_loss_or_gradient(name, logs):
     """Up to the rounding of float32."""
-    if name in MODELS_BY_KIND["retrieval"]:
-        model, batch = build_retrieval_model(name)
-    else:
+    if name in RANKERS:
         model, examples = build_ranker(name, logs)
         batch = examples.collate(np.arange(9))
+    else:
+        model, batch = build_retrieval_model(name)
     padded = batch.pad_to_buckets(8)
     assert padded.signature != batch.signature
     results = []

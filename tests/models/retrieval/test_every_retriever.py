@@ -345,12 +345,7 @@ def make_training_batch(model: Any, count: int) -> Any:
     batch = make_requests(count)
     if model.example_unit != "user":
         return batch
-    return make_windows(
-        batch,
-        target=batch.target,
-        target_row=torch.arange(count),
-        target_position=batch.history_length - 1,
-    )
+    return make_windows(batch)
 
 
 def train(model: Any, steps: int) -> list[float]:

@@ -50,13 +50,7 @@ def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
     losses = []
     for row in range(len(requests)):
         batch = requests.collate(np.array([row]))
-        window = make_windows(
-            batch,
-            target=batch.target,
-            target_row=torch.tensor([0]),
-            target_position=batch.history_length - 1,
-        )
-        losses.append(sasrec(window)["loss"])
+        losses.append(sasrec(make_windows(batch))["loss"])
 
     loss = sasrec(users.collate(rows))["loss"]
 

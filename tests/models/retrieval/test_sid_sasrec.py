@@ -122,14 +122,8 @@ def test_the_loss_is_the_mean_over_targets_of_loops_over_paths(name, joint):
     catalogue = CATALOGUES[name]
     codes = list_codes(catalogue)
     model, batch = build(catalogue, joint=joint), make_requests(5, catalogue.num_items)
-    window = make_windows(
-        batch,
-        target=batch.target,
-        target_row=torch.arange(5),
-        target_position=batch.history_length - 1,
-    )
 
-    loss = model(window)["loss"].item()
+    loss = model(make_windows(batch))["loss"].item()
 
     expected = 0.0
     by_request = score_by_loops(model, catalogue, batch)
