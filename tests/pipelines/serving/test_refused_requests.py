@@ -136,7 +136,7 @@ def test_an_answer_repeats_at_most_200_characters_of_a_value(servers):
         ({"dataframe_records": [{f"x{n}": 1 for n in range(200_000)}]}, "records.0"),
     ],
 )
-def test_a_body_is_refused_in_time_in_proportion_to_its_length(body, reason, servers):
+def test_a_large_body_is_refused_within_2_s_of_processor_time(body, reason, servers):
     def measure() -> float:
         start = time.process_time()
         assert reason in read_refusal(servers["tiger"][0], body)
