@@ -60,10 +60,7 @@ all items fits the log."""
 
 @dataclass
 class Comparison:
-    """Compared runs. A row is a group of runs that differ only in their seed.
-
-    Rows are sorted by the metric on test, then on val, best first.
-    """
+    """Compared runs. A row is a group of runs that differ only in their seed."""
 
     uri: str
     """Tracking URI."""
@@ -72,7 +69,7 @@ class Comparison:
     metric: str
     """Metric that sorts the rows, without its split."""
     rows: pl.DataFrame
-    """A line per group (`summarise`)."""
+    """A line per group, best first (`summarise`)."""
     runs: pl.DataFrame
     """A line per training and options of its evaluations, with its group in `row`."""
     notes: list[str]
@@ -98,49 +95,53 @@ def compare(
             the runs have first.
     """
     all_runs = read_runs(uri, [experiment] if experiment else [])
-    trainings = filter_trainings(all_runs)
-    title, notes, defaults = experiment or "all experiments", [], []
+    trainings, notes = filter_trainings(all_runs), []
+    defaults = ["gauc", "mean/normalised_entropy", "ndcg@10"]
+    title = experiment or "all experiments"
     if sweep:
         sweep_run = find_run(filter_sweeps(all_runs), sweep, "sweep", uri)
-        title = f"{sweep_run['experiment']}: {sweep_run['name']}"
-        notes = describe_incomplete(sweep_run)
         trainings = trainings.filter(pl.col(tracking.PARENT_TAG) == sweep_run["id"])
-        defaults = [(sweep_run["sweep.metric"] or "").split("/", 1)[-1]]
+        notes = describe_incomplete(sweep_run)
+        title = f"{sweep_run['experiment']}: {sweep_run['name']}"
+        defaults.insert(0, sweep_run["sweep.metric"].partition("/")[2])
     elif runs:
-        ids = [find_run(trainings, name, "run", uri)["id"] for name in runs]
-        selected = pl.DataFrame({"id": ids})
-        trainings = selected.join(trainings, on="id", maintain_order="left")
+        found = [find_run(trainings, name, "run", uri) for name in runs]
+        trainings = pl.DataFrame(found, schema=trainings.schema)
         title = ", ".join(trainings["name"])
     else:
         trainings, notes = select_trainings(all_runs)
     if trainings.is_empty():
-        details = "".join(f"; {note}" for note in notes)
-        raise UserError(f"the experiment '{title}' at {uri} has no runs{details}")
+        raise UserError("; ".join([f"{title} at {uri} has no runs", *notes]))
     grouped = number_rows(join_evaluations(trainings, read_evaluations(all_runs)))
-    measured = {name.split("/", 1)[1] for name in measured_metrics(grouped)}
-    if not measured and "FINISHED" not in trainings["status"]:
-        raise UserError(f"no run of {title} at {uri} is finished")
-    if metric is not None and metric not in measured:
+    metric = choose_metric(grouped, title, metric, defaults)
+    # a metric of one split is null on the other
+    columns = {f"val/{metric}": pl.Float64, f"test/{metric}": pl.Float64}
+    grouped = pl.concat([grouped, pl.DataFrame(schema=columns)], how="diagonal")
+    return Comparison(uri, title, metric, summarise(grouped, metric), grouped, notes)
+
+
+def choose_metric(
+    runs: pl.DataFrame, title: str, metric: str | None, defaults: Sequence[str]
+) -> str:
+    """Return the given metric, or the first of `defaults` that runs have.
+
+    Args:
+        runs: Runs with their metrics.
+        title: Name of the runs, for messages.
+        metric: Metric that the user has chosen, if any.
+        defaults: Other metrics, the last of them for runs without any.
+    """
+    measured = {name.split("/", 1)[1] for name in measured_metrics(runs)}
+    if not measured and "FINISHED" not in runs["status"]:
+        raise UserError(f"no run of {title} is finished")
+    if metric is None:
+        return next((name for name in defaults if name in measured), defaults[-1])
+    if metric not in measured:
         raise UserError(
             f"no run of {title} has the metric '{metric}' on val or test; "
             f"{did_you_mean(metric, sorted(measured))}"
         )
-    if metric is None:
-        defaults += ["gauc", "mean/normalised_entropy"]
-        metric = next((name for name in defaults if name in measured), "ndcg@10")
-    columns = {f"val/{metric}": pl.Float64, f"test/{metric}": pl.Float64}
-    grouped = pl.concat([grouped, pl.DataFrame(schema=columns)], how="diagonal")
-    rows = summarise(grouped)
-    sign = 1 if lower_is_better(metric) else -1
-    rows = rows.sort(
-        "is_diagnostic",
-        pl.col("ranking") != leading_ranking(rows),
-        sign * pl.col(f"test/{metric}"),
-        sign * pl.col(f"val/{metric}"),
-        nulls_last=True,
-        maintain_order=True,
-    )
-    return Comparison(uri, title, metric, rows, grouped, notes)
+    return metric
 
 
 def join_evaluations(
@@ -158,7 +159,6 @@ def join_evaluations(
         "artifacts",
         val,
         test,
-        evaluation="training",
         options=pl.lit(""),
         is_unseen=pl.lit(False),
     )
@@ -170,7 +170,7 @@ def join_evaluations(
             pl.col("is_unseen").first(),
             pl.col(val).drop_nulls().first(),
             pl.col(test).drop_nulls().last(),
-            pl.col("evaluation", "artifacts").filter(is_counted).last(),
+            pl.col("artifacts").filter(is_counted).last(),
         )
     )
     trainings = trainings.drop("artifacts", cs.matches(val) | cs.matches(test))
@@ -186,7 +186,7 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
     """
     model = pl.col("model.name")
     names = set(runs["model.name"]) & set(registry.MODELS)
-    models = [registry.find(name) for name in sorted(names)]
+    models = [registry.find(name) for name in names]
     baselines = [model.name for model in models if model.is_baseline]
     diagnostics = [model.name for model in models if model.is_diagnostic]
     runs = runs.with_row_index("row").with_columns(
@@ -232,9 +232,10 @@ def number_rows(runs: pl.DataFrame) -> pl.DataFrame:
     return runs.with_columns(row=row)
 
 
-def summarise(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return a line per `row` of runs: the first run's, and means over seeds.
+def summarise(runs: pl.DataFrame, metric: str) -> pl.DataFrame:
+    """Return a line per `row` of runs, best first: the first run's, and means of seeds.
 
+    Lines of the leading ranking come first, sorted by the metric on test, then on val.
     Of the runs of a seed the newest one counts. The sample standard deviation of the
     metric `m` is in the column `m ±`. `label` is the name after the model's name.
     """
@@ -257,10 +258,16 @@ def summarise(runs: pl.DataFrame) -> pl.DataFrame:
     ]
     name, model = pl.col("name"), pl.col("model")
     rows = rows.with_columns(name=pl.Series(names, dtype=pl.String))
-    return rows.with_columns(
-        label=pl.when(name.str.starts_with(model))
-        .then(name)
-        .otherwise(pl.format("{}: {}", model, name))
+    is_named = name.str.starts_with(model)
+    label = pl.when(is_named).then(name).otherwise(pl.format("{}: {}", model, name))
+    sign = 1 if lower_is_better(metric) else -1
+    return rows.with_columns(label=label).sort(
+        "is_diagnostic",
+        pl.col("ranking") != leading_ranking(rows),
+        sign * pl.col(f"test/{metric}"),
+        sign * pl.col(f"val/{metric}"),
+        nulls_last=True,
+        maintain_order=True,
     )
 
 
@@ -278,7 +285,10 @@ def name_runs(names: Sequence[str], model: str, options: str) -> str:
 
 
 def measured_metrics(rows: pl.DataFrame) -> list[str]:
-    """Return the names of the metrics on val and test that a row has."""
+    """Return the names of the val and test metrics that at least one row has.
+
+    Deviations, the columns with ±, are left out.
+    """
     return [
         column.name
         for column in rows

@@ -142,7 +142,7 @@ def read_evaluations(runs: pl.DataFrame) -> pl.DataFrame:
     earlier weights are left out, as are evaluations on another log.
 
     Returns:
-        `evaluation` (the run's id), `training`, `split`, `options` (those that differ
+        `training`, `split`, `options` (those that differ
         from the model's config, as text), `is_unseen` and the metrics.
     """
     trained = runs.select(
@@ -151,11 +151,10 @@ def read_evaluations(runs: pl.DataFrame) -> pl.DataFrame:
         "table.sequences",
         training="id",
     )
-    is_evaluation = pl.col(tracking.KIND_TAG) == tracking.EVALUATION
     evaluations = (
-        runs.filter(is_evaluation, status="FINISHED")
-        .rename({"id": "evaluation", PARENT_TAG: "training"})
-        .select("evaluation", "training", WEIGHTS_TAG, *OPTIONS, *OF_EVALUATION)
+        runs.filter(pl.col(tracking.KIND_TAG) == tracking.EVALUATION, status="FINISHED")
+        .rename({PARENT_TAG: "training"})
+        .select("training", WEIGHTS_TAG, *OPTIONS, *OF_EVALUATION)
         .join(
             trained,
             on=["training", WEIGHTS_TAG, "table.sequences"],
@@ -169,11 +168,10 @@ def read_evaluations(runs: pl.DataFrame) -> pl.DataFrame:
         is_changed = pl.col(name) != pl.col(f"model.{name}").fill_null("")
         texts.append(pl.when(is_changed).then(text))
     return evaluations.select(
-        "evaluation",
         "training",
         *OF_EVALUATION,
         options=pl.concat_str(texts, separator=", ", ignore_nulls=True),
-        is_unseen=(pl.col("unseen") == "True").fill_null(False),
+        is_unseen=pl.col("unseen").eq_missing("True"),
     )
 
 
@@ -222,7 +220,7 @@ def select_trainings(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     notes += [f"{name}: a smoke sweep, left out" for name in smoke["name"]]
     if len(earlier):
         notes.append(f"{pluralize(len(earlier), 'run')} of earlier formats, left out")
-    return selected.drop("settings"), notes
+    return selected, notes
 
 
 def describe_incomplete(sweep: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -111,12 +111,10 @@ class Column:
         """Two values, for comments of the mapping."""
         self.time: dict[str, str] = {}
         """Unit or format as keys of `time`; empty if the values are not times."""
-        self.time_rank = (False, False, False)
-        """Sort key of times: those of events with a clock come first."""
-        self.is_day_ambiguous = False
-        """Whether the day and the month of the times may be exchanged."""
         self.list_sql = ""
         """SQL of a list of ids; empty if the values are not lists."""
+        self.doubts: list[str] = []
+        """Questions about the role of user, item or time."""
         if len(self.values):
             self._find_time()
             if not self.time and not self.is_number:
@@ -187,8 +185,10 @@ class Column:
                 fits.append(parsed)
                 self.time = self.time or options
         if fits:
+            # whether the day and the month may be exchanged
             self.is_day_ambiguous = not all(times.equals(fits[0]) for times in fits)
             is_day = bool((fits[0].drop_nulls() % 86_400_000 == 0).all())
+            # times of events with a clock come first
             self.time_rank = self.has_word(OTHER_TIME), is_day, not is_named
 
     def _find_list_sql(self) -> str:
@@ -205,7 +205,7 @@ class Column:
 
 @dataclass
 class Roles:
-    """The columns of users, items and times of a log, and doubts about these roles."""
+    """The columns of users, items and times of a log."""
 
     user: Any = None
     item: Any = None
@@ -213,8 +213,6 @@ class Roles:
     time: Any = None
     named: int = 0
     """Number of roles (user, item) that a name says, 0 to 2."""
-    doubts: dict[str, list[str]] = field(default_factory=dict)
-    """Questions by role."""
 
 
 def choose_roles(columns: list[Column], described: Collection[str]) -> Roles:
@@ -229,11 +227,11 @@ def choose_roles(columns: list[Column], described: Collection[str]) -> Roles:
     if times:
         best = min(times, key=lambda c: (c.time_rank, -c.distinct))
         rivals = [c for c in times if c is not best and c.time_rank == best.time_rank]
-        roles.time, roles.doubts["time"] = best, [f"or {c.name}?" for c in rivals]
+        roles.time, best.doubts = best, [f"or {c.name}?" for c in rivals]
         if best.is_day_ambiguous:
-            roles.doubts["time"].append("day or month first?")
+            best.doubts.append("day or month first?")
         if best.has_word(OTHER_TIME):
-            roles.doubts["time"].append("its name says another time than the event's?")
+            best.doubts.append("its name says another time than the event's?")
     ids = [c for c in columns if c.may_be_id and c is not roles.time]
     other_words = f"{PROPERTY}|{OUTCOME}"
     lists = [c for c in columns if c.list_sql and not c.has_word(other_words)]
@@ -264,5 +262,5 @@ def choose_roles(columns: list[Column], described: Collection[str]) -> Roles:
         if not best.is_complete:
             questions.append("rows without it are rejected; another column?")
         setattr(roles, role, best)
-        roles.doubts[role] = questions
+        best.doubts = questions
     return roles

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
@@ -45,10 +45,41 @@ TOKEN = r"(?:[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\d+)"
 class Suggestion:
     """A suggested mapping file."""
 
-    text: str
+    text: str = ""
     """Content of the file."""
-    doubts: list[str]
+    doubts: list[str] = field(default_factory=list)
     """Lines of the file that are uncertain and affect training."""
+
+    def add(
+        self,
+        key: str,
+        value: Any,
+        column: Column | None = None,
+        questions: Sequence[str] = (),
+    ) -> None:
+        """Add a line, which is a doubt if there are questions about it or its column.
+
+        A mapping {a: a, b: b} is written as [a, b].
+        """
+        if isinstance(value, dict) and list(value) == list(value.values()):
+            value = list(value)
+        dumped = yaml.safe_dump(
+            value,
+            default_flow_style=True,
+            width=1 << 20,
+            allow_unicode=True,
+            sort_keys=False,
+        )
+        line = f"{key}: {dumped.splitlines()[0]}"
+        comments = list(questions)
+        if column:
+            questions = column.doubts
+            comments = list(filter(None, [column.examples, *questions]))
+        if comments:
+            line = f"{line.ljust(46)}  # {'; '.join(comments)}"
+        self.text += f"{line}\n"
+        if questions:
+            self.doubts.append(line)
 
 
 class FileGroup:
@@ -56,10 +87,10 @@ class FileGroup:
 
     def __init__(self, folder: str, pattern: str, files: list[str]) -> None:
         """Read the first rows of the largest file."""
-        self.pattern, self.files = pattern, files
+        self.pattern = pattern
         sizes = {file: file_info(join(folder, file)).size for file in files}
         self.size = sum(sizes.values())
-        largest = max(files, key=lambda file: sizes[file])
+        largest = max(files, key=sizes.__getitem__)
         self.keys, self.rows = read_first_rows(join(folder, largest))
         """Format of the files, as keys of a mapping, and first rows of one file."""
         self.columns = [Column(values.name, values) for values in self.rows]
@@ -176,26 +207,13 @@ def find_log(folder: str) -> tuple[FileGroup, list[FileGroup]]:
         raise UserError(
             f"no file of {folder} has columns of users and items {'; '.join(reasons)}"
         )
+    for group in groups:  # each has a user and an item
+        for column in group.columns:
+            column.doubts = []
     groups.remove(log)
-    if log.names:
-        described = set().union(*(group.names for group in groups))
-        log.roles = choose_roles(log.columns, described)
+    described = set().union(*(group.names for group in groups if log.names))
+    log.roles = choose_roles(log.columns, described)
     return log, groups
-
-
-def yaml_line(key: str, value: Any, comment: str = "") -> str:
-    """Return a line of YAML with a comment; {a: a, b: b} is written as [a, b]."""
-    if isinstance(value, dict) and all(name == text for name, text in value.items()):
-        value = list(value)
-    dumped = yaml.safe_dump(
-        value,
-        default_flow_style=True,
-        width=1 << 20,
-        allow_unicode=True,
-        sort_keys=False,
-    )
-    text = f"{key}: {dumped.splitlines()[0]}"
-    return f"{text.ljust(46)}  # {comment}" if comment else text
 
 
 def suggest(folder: str, kind: str | None = None) -> Suggestion:
@@ -206,102 +224,111 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
         kind: Kind of the requests. By default `search` if there are queries with
             results, otherwise `retrieval`.
     """
-    log, groups = find_log(folder)
-    roles = log.roles
-    lines: list[str] = []
-    doubts: list[str] = []
-
-    def add(
-        key: str, value: Any, comment: str = "", questions: Sequence[str] = ()
-    ) -> None:
-        comments = "; ".join([comment, *questions]).removeprefix("; ")
-        lines.append(yaml_line(key, value, comments))
-        if questions:
-            doubts.append(lines[-1])
-
+    log, others = find_log(folder)
+    mapping = Suggestion()
     rivals = [
-        f"or {group.pattern}?"
-        for group in groups
-        if group.rank == log.rank and group.size > log.size / 10
+        f"or {other.pattern}?"
+        for other in others
+        if other.rank == log.rank and other.size > log.size / 10
     ]
-    add("files", log.pattern, "", rivals)
+    mapping.add("files", log.pattern, questions=rivals)
     for key, value in log.keys.items():
-        add(key, value)
-    add("user", roles.user.name, roles.user.examples, roles.doubts["user"])
-
-    item, listed = roles.item, bool(roles.item.list_sql)
-    unused = [c for c in log.columns if c not in (roles.user, item)]
-    unused = [c for c in unused if not c.time and not c.has_word(OTHER_TIME)]
-    by_role = {c.role: c for c in reversed(unused) if not c.list_sql}
-    time, time_doubts = _describe_time(log)
-    is_row_per_user = roles.user.is_unique and not roles.time
-    if listed and is_row_per_user and "query" not in by_role:
-        add("sequence", item.list_sql, item.examples, roles.doubts["item"])
-    else:
-        if listed:
-            value = {"shown": item.list_sql}
-            add("explode", value, item.examples, roles.doubts["item"])
-            add("item", "shown")
-        else:
-            add("item", item.name, item.examples, roles.doubts["item"])
-        add("time", time, roles.time.examples if roles.time else "", time_doubts)
-        is_search = "query" in by_role or listed or kind == "search"
-        if is_search or _has_baskets(log, by_role.get("request")):
-            for role in ("request", "query", "position"):
-                if role in by_role:
-                    add(role, by_role[role].name, by_role[role].examples)
-                    unused.remove(by_role[role])
-    labels = _suggest_labels(unused, listed)
+        mapping.add(key, value)
+    unused = [c for c in log.columns if not c.time and not c.has_word(OTHER_TIME)]
+    user, item = log.roles.user, log.roles.item
+    unused = [c for c in unused if c not in (user, item)]
+    requests = _add_columns(mapping, log, unused, kind)
+    unused = [c for c in unused if c not in requests.values()]
+    labels = _suggest_labels(unused, item.list_sql)
     if labels:
-        lines.append("labels:  # what a user did, never an input of its own event")
+        mapping.text += "labels:  # what a user did, never an input of its own event\n"
     for name, value in labels.items():
-        add(f"  {name}", value)
+        mapping.add(f"  {name}", value)
+    _add_items(mapping, item, others)
+    flags = [name for name, value in labels.items() if isinstance(value, str)]
+    has_results = "query" in requests and (item.list_sql or "position" in requests)
+    kind = kind or ("search" if has_results and flags else "retrieval")
+    mapping.text += f"prepare:\n  kind: {kind}\n"
+    mapping.add("  core", 5 if kind == "retrieval" else 0)
+    if flags and kind != "actions":
+        mapping.add("  behaviour", min(flags, key=lambda name: "click" not in name))
+    by = "temporal" if "column" in _describe_time(log) else "leave_last_out"
+    mapping.add("  split", {"by": by})
+    return mapping
 
-    for group in groups:
-        keys = [c for c in group.columns if c.is_unique and c.distinct > 1]
+
+def _add_columns(
+    mapping: Suggestion, log: FileGroup, unused: list[Column], kind: str | None
+) -> dict[str, Column]:
+    """Add the user, the item and the time of events, and what requests have.
+
+    Returns:
+        The columns of `request`, `query` and `position` that the mapping has.
+    """
+    user, item, time = log.roles.user, log.roles.item, log.roles.time
+    add = mapping.add
+    add("user", user.name, user)
+    by_role = {c.role: c for c in reversed(unused) if not c.list_sql}
+    if item.list_sql and user.is_unique and not time and "query" not in by_role:
+        add("sequence", item.list_sql, item)  # a row per user
+        return {}
+    if item.list_sql:
+        add("explode", {"shown": item.list_sql}, item)
+        add("item", "shown")
+    else:
+        add("item", item.name, item)
+    keys = _describe_time(log)
+    doubts = [] if "column" in keys else ["no times: is it the order of the rows?"]
+    add("time", keys, time, doubts)
+    is_search = "query" in by_role or item.list_sql or kind == "search"
+    if not is_search and not _has_baskets(log, by_role.get("request")):
+        return {}
+    roles = ("request", "query", "position")
+    requests = {role: by_role[role] for role in roles if role in by_role}
+    for role, column in requests.items():
+        add(role, column.name, column)
+    return requests
+
+
+def _add_items(mapping: Suggestion, item: Column, others: list[FileGroup]) -> None:
+    """Add the files of items' texts, and a comment on the files that are not read."""
+    for group in others:
         # the name of a column of lists differs from that of the ids in it
         keys = [
-            c for c in keys if c.words == item.words or (listed and c.role == "item")
+            c
+            for c in group.columns
+            if c.is_unique
+            and c.distinct > 1
+            and (c.words == item.words or (item.list_sql and c.role == "item"))
         ]
         texts = [c for c in group.columns if c.is_text and c not in keys]
         if keys and texts and group.names:
-            lines.append("items:")
+            mapping.text += "items:\n"
             for key, value in {"files": group.pattern, **group.keys}.items():
-                add(f"  {key}", value)
-            add("  item", keys[0].name, keys[0].examples)
-            add("  texts", {c.feature_name: c.name for c in texts})
-            groups.remove(group)
+                mapping.add(f"  {key}", value)
+            mapping.add("  item", keys[0].name, keys[0])
+            mapping.add("  texts", {c.feature_name: c.name for c in texts})
+            others.remove(group)
             break
-    if groups:
-        lines.append(
-            f"# Files not read: {', '.join(group.pattern for group in groups)}"
-        )
-    flags = [name for name, value in labels.items() if isinstance(value, str)]
-    has_results = "query" in by_role and (listed or "position" in by_role)
-    kind = kind or ("search" if has_results and flags else "retrieval")
-    settings = ["prepare:", f"  kind: {kind}", f"  core: {5 * (kind == 'retrieval')}"]
-    if flags and kind != "actions":
-        behaviour = min(flags, key=lambda name: "click" not in name)
-        settings.append(f"  behaviour: {behaviour}")
-    split = "leave_last_out" if time.get("unit") == "order" else "temporal"
-    settings.append(yaml_line("  split", {"by": split}))
-    return Suggestion("\n".join([*lines, *settings]) + "\n", doubts)
+    if others:
+        patterns = [group.pattern for group in others]
+        mapping.text += f"# Files not read: {', '.join(patterns)}\n"
 
 
-def _has_baskets(log: FileGroup, request: Column | None) -> bool:
+def _has_baskets(log: FileGroup, request: Any) -> bool:
     """Return whether a request has several rows, nearly always of one user and time."""
-    if request is None or log.roles.time is None:
-        return False
     columns = (request, log.roles.user, log.roles.time)
+    if None in columns:
+        return False
     moments = log.rows.select(pl.sql_expr(c.name) for c in columns).n_unique()
     return moments <= min(len(log.rows) / 2, request.distinct / NEARLY_ALL)
 
 
-def _describe_time(log: FileGroup) -> tuple[dict[str, str], list[str]]:
-    """Return the time of a log as keys of `time`, and doubts about it."""
+def _describe_time(log: FileGroup) -> dict[str, str]:
+    """Return the time of a log as keys of `time`."""
     time = log.roles.time
     if time:
-        return {"column": time.name, **time.time}, log.roles.doubts["time"]
+        return {"column": time.name, **time.time}
     numbers = [c for c in log.columns if c.is_number and not c.has_word(OTHER_TIME)]
     by_word = {c.words[-1]: c for c in reversed(numbers) if c.words}
     if {"year", "month", "day"} <= set(by_word):
@@ -309,15 +336,22 @@ def _describe_time(log: FileGroup) -> tuple[dict[str, str], list[str]]:
             f"cast({by_word[w].name} as varchar)" for w in ("year", "month", "day")
         ]
         parts[1:] = [f"lpad({part}, 2, '0')" for part in parts[1:]]
-        return {"column": " || '-' || ".join(parts), "format": "%Y-%m-%d"}, []
-    return {"unit": "order"}, ["no times: is it the order of the rows?"]
+        return {"column": " || '-' || ".join(parts), "format": "%Y-%m-%d"}
+    return {"unit": "order"}
 
 
-def _suggest_labels(columns: list[Column], is_list: bool) -> dict[str, Any]:
-    """Return the labels among the columns without a role."""
+def _suggest_labels(columns: list[Column], list_sql: str) -> dict[str, Any]:
+    """Return the labels among the columns without a role.
+
+    Args:
+        columns: The columns.
+        list_sql: SQL of the lists of items; empty if a row has one item.
+    """
     labels: dict[str, Any] = {}
-    for c in [c for c in columns if c.is_outcome]:
-        if is_list and not c.is_number:
+    for c in columns:
+        if not c.is_outcome:
+            continue
+        if list_sql and not c.is_number:
             items = c.list_sql or f"string_to_array({c.name}, ' ')"
             sql = f"coalesce(array_contains({items}, shown), false)"
             labels[c.feature_name] = sql
