@@ -187,7 +187,7 @@ def process_day(config: DailyConfig) -> DayRecord:
             day.audited = True
             save()
         if config.tokenize:
-            make_sids(update_tokenizer(config.tokenize, prepared.items))
+            make_sids(choose_tokenize_config(config.tokenize, prepared.items))
         if config.encode:
             encode_log(config.encode)
         accepted = [other for other in days if other.accepted]
@@ -250,8 +250,13 @@ def find_day(prepared: Prepared, days: list[DayRecord]) -> DayRecord:
     return days[-1]
 
 
-def update_tokenizer(config: TokenizeConfig, items: Table[ItemsInfo]) -> TokenizeConfig:
-    """Extend semantic IDs of an earlier day, or make new ones for replaced tables."""
+def choose_tokenize_config(
+    config: TokenizeConfig, items: Table[ItemsInfo]
+) -> TokenizeConfig:
+    """Return the config that extends the semantic IDs of an earlier day.
+
+    Those of replaced tables are overwritten.
+    """
     from core.schemas import SidsInfo
     from core.tables import find_table
 

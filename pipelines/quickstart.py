@@ -282,7 +282,7 @@ def interrupt(*signal_and_frame: object) -> None:
 
 
 def run_in_process(steps: Sequence[Step], label: str, began: float, log: Path) -> None:
-    """Run steps in a process of the pool, with their lines in the file `log`."""
+    """Run steps in this process of the pool, and redirect their output to `log`."""
     signal.signal(signal.SIGTERM, interrupt)  # a training ends its MLflow run
     try:
         file = log.open("w", encoding="utf-8", buffering=1)

@@ -55,7 +55,7 @@ from models.training.checkpoint import BEST
 from models.training.loop import drop_undefined
 from models.training.memory import resident_peak_mb
 from pipelines import cluster, tracking
-from pipelines.evaluation.checks import check_evaluation
+from pipelines.evaluation.checks import open_evaluation
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.result import (
@@ -119,14 +119,14 @@ class TrialReporter(Callback):
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
     ) -> None:
-        """Print a validation of a trial; only a lost process is tried again."""
+        """Print a validation, or end the retries of a trial that was not just lost."""
         if self.sweep.metric in result:
             print(
                 f"  {trial_name(trial)}  epoch {result[EPOCH]:>3}  "
                 f"{self.sweep.grid.metric} {format_metric(result[self.sweep.metric])}"
             )
-        if not result.get(IS_LOST, True):
-            trial.max_failures = 0
+        if ERROR in result and not result[IS_LOST]:
+            trial.max_failures = 0  # another try would fail again
 
     def on_trial_complete(
         self, iteration: int, trials: list, trial: Any, **info: Any
@@ -259,7 +259,7 @@ def resolve_trials(sweep: Sweep) -> str:
             if record := read_record(trial.folder):
                 check_continues(resolved, hashes, record)
         else:
-            evaluated = check_evaluation(trial)
+            evaluated = open_evaluation(trial)
             name = evaluated.checkpoint.name
             known = [*evaluated.checkpoint.metrics, "requests_per_s", "peak_memory_mb"]
             check_known(

@@ -1,6 +1,6 @@
-"""Check the checkpoint, the options and the devices of an evaluation before its start.
+"""Open the checkpoint of an evaluation, check its options, and run its shards.
 
-checked = check_evaluation(EvaluateConfig(checkpoint="runs/sasrec", tables="tables"))
+checked = open_evaluation(EvaluateConfig(checkpoint="runs/sasrec", tables="tables"))
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class CheckedEvaluation:
         return own_code.pickle_with_code(self)
 
 
-def check_evaluation(config: EvaluateConfig) -> CheckedEvaluation:
+def open_evaluation(config: EvaluateConfig) -> CheckedEvaluation:
     """Open the checkpoint and the tables of an evaluation."""
     uri = find_checkpoint(config.checkpoint)
     saved = checkpoint.read(uri)
     own_code.accept_code(saved.code, uri, config.trust_code)
+    # raises for an option that the model does not have
     build(registry.find(saved.name).options_class, config.recommend_options())
     versions = read_versions(saved.name, config.inputs)
     checkpoint.check(saved, uri, versions, extending=True)

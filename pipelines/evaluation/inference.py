@@ -53,7 +53,7 @@ from models.training import checkpoint
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.checks import (
     CheckedEvaluation,
-    check_evaluation,
+    open_evaluation,
     resolve_device,
     run_shards,
 )
@@ -317,7 +317,7 @@ def infer_all(
         The table, and whether an equal table existed already.
     """
     output = absolute(str(config.batch_inference))
-    checked = check_evaluation(config)
+    checked = open_evaluation(config)
     saved, recommend = checked.checkpoint, config.recommend_options()
     model_class = registry.find(saved.name)
     model_class.check_served()

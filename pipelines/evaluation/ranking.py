@@ -32,7 +32,7 @@ from models.training import checkpoint
 from pipelines import tracking
 from pipelines.evaluation.checks import (
     CheckedEvaluation,
-    check_evaluation,
+    open_evaluation,
     resolve_device,
     run_shards,
 )
@@ -57,7 +57,7 @@ def evaluate(
         The result, and the checkpoint with its tables.
     """
     began = time.monotonic()
-    checked = check_evaluation(config)
+    checked = open_evaluation(config)
     measured = run_shards(measure_shard, config, in_ray, checked, config)
     *shards, devices = zip(*measured, strict=True)
     sums, counts, popular = map(add_sums, shards)

@@ -123,10 +123,10 @@ def record_result(
 def choose_store(folder: str, evaluated: Checkpoint, tracking_uri: str | None) -> str:
     """Return the tracking URI to log to; empty if only the checkpoint names a store.
 
-    A checkpoint may come from anyone. MLflow would send a server credentials, and
-    create its tables in any SQLite file, so the file must be the `mlflow.db` of a
-    folder above the checkpoint, as the file of the training's storage is, and say that
-    artifacts are local.
+    A checkpoint may come from anyone, and MLflow sends credentials to servers and
+    creates tables in any SQLite file. So a store that only the checkpoint names is used
+    only if it is the `mlflow.db` of a folder above the checkpoint, and its artifacts
+    are local.
 
     Args:
         folder: Folder of the checkpoint.

@@ -45,9 +45,9 @@ def read_record(folder: str, tracking_uri: str = "") -> RunRecord | None:
 
 
 def find_checkpoint(uri: str) -> str:
-    """Return the folder of a checkpoint, given itself or the folder of its run.
+    """Return the folder of a checkpoint, or of the best checkpoint of a finished run.
 
-    For a run that is the best checkpoint.
+    An unfinished run is refused, while `checkpoint.locate` accepts its `best/`.
     """
     uri = absolute(uri).rstrip("/")
     record = read_record(uri)
