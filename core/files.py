@@ -114,8 +114,11 @@ def write_file(uri: str, content: bytes | pa.Buffer) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         # `tables.commit` removes the temporary files of killed jobs
         temporary = Path(f"{path}.{os.getpid()}.tmp")
-        temporary.write_bytes(memoryview(content))
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(memoryview(content))
+            temporary.replace(path)
+        finally:  # such as a folder of the file's name
+            temporary.unlink(missing_ok=True)
         return
     # object stores show an object only once it is complete
     with filesystem.open_output_stream(path) as stream:

@@ -356,7 +356,11 @@ def describe_error(
     if fault["type"] == "value_error":
         section, message = f"{prefix}{first}".rstrip("."), fault["msg"][13:]
         return message if section in message else f"{section}: {message}"
-    reasons = [fault["msg"] for key, fault in others if key == first]
+    reasons = [
+        fault["msg"].partition(" or an instance of ")[0]
+        for key, fault in others
+        if key == first
+    ]
     reason = " or ".join(dict.fromkeys(reasons))
     return (
         f"{prefix}{first} is {fault['input']!r:.200}; {reason[0].lower()}{reason[1:]}"

@@ -47,23 +47,14 @@ def _carried_fields(events: pa.Schema) -> list[pa.Field]:
     return [field for field in events if field.name.startswith(CARRIED)]
 
 
-def events_schema(
-    labels: dict[str, str] | None = None,
-    numbers: Iterable[str] = (),
-    categories: Iterable[str] = (),
-    known: Iterable[str] = (),
-    texts: Iterable[str] = (),
-) -> pa.Schema:
+def events_schema(log: LogInfo, texts: Iterable[str] = ()) -> pa.Schema:
     """Return the schema of events: one row per impression or interaction.
 
     Args:
-        labels: Type of each label by name: `bool` or `float32`.
-        numbers: Names of numeric features.
-        categories: Names of categorical features.
-        known: Names of the labels that become known later than their event.
+        log: Labels and features of the log.
         texts: Names of the items' texts that the event files have.
     """
-    label_types = {name: LABEL_TYPES[kind] for name, kind in (labels or {}).items()}
+    labels = log.labels.items()
     return pa.schema(
         [
             _required("user_id", pa.string()),
@@ -76,11 +67,11 @@ def events_schema(
             pa.field("query", pa.string()),
             # rank at which the item was shown, from 0; 0 if the log has none
             _required("position", pa.int32()),
-            *(pa.field(f"label_{name}", kind) for name, kind in label_types.items()),
+            *(pa.field(f"label_{name}", LABEL_TYPES[kind]) for name, kind in labels),
             # epoch ms from which the label is known; null if the label is not set
-            *(pa.field(f"known_{name}", pa.int64()) for name in known),
-            *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
-            *(pa.field(f"cat_{name}", pa.string()) for name in categories),
+            *(pa.field(f"known_{name}", pa.int64()) for name in log.known),
+            *(pa.field(f"num_{name}", pa.float32()) for name in log.numbers),
+            *(pa.field(f"cat_{name}", pa.string()) for name in log.categories),
             *(pa.field(f"text_{name}", pa.string()) for name in texts),
         ]
     )
@@ -670,11 +661,7 @@ def sequences_schema(events: pa.Schema) -> pa.Schema:
             *REQUEST,
         ]
     )
-    copied = [
-        field
-        for field in events
-        if field.name == "query" or field.name.startswith(CARRIED)
-    ]
+    copied = [events.field("query"), *_carried_fields(events)]
     return pa.schema(
         [
             *BEHAVIOURS,

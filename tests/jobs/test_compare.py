@@ -33,17 +33,10 @@ def store(new_store, tmp_path_factory) -> str:
             model = {"name": "sid_mlp", "alpha": alpha, "attention_heads": heads}
             metrics = {"best/ndcg@10": value + 0.04, "test/ndcg@10": value}
             metrics["test/requests_per_s"] = 900.0 + 100 * heads
-            tags = {
-                tracking.PARENT_TAG: sweep.run_id,
-                tracking.POINT_TAG: json.dumps(model),
-            }
-            trial = log_training(
-                uri,
-                f"alpha-{alpha}-{heads}",
-                model,
-                metrics,
-                tags=tags,
-            )
+            point, parent = json.dumps(model), sweep.run_id
+            tags = {tracking.PARENT_TAG: parent, tracking.POINT_TAG: point}
+            name = f"alpha-{alpha}-{heads}"
+            trial = log_training(uri, name, model, metrics, tags=tags)
     tracking.Logger(sweep).tag(**{tracking.BEST_TAG: trial.run_id})
     tracking.Logger(sweep).end()
     for name, model, value in (

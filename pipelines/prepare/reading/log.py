@@ -433,10 +433,7 @@ class Log(Files):
     @property
     def schema(self) -> pa.Schema:
         """Schema of the events."""
-        info = self.info
-        return events_schema(
-            info.labels, info.numbers, info.categories, info.known, self.texts
-        )
+        return events_schema(self.info, self.texts)
 
     @property
     def config(self) -> dict[str, Any]:

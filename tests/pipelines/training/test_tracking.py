@@ -72,28 +72,28 @@ def test_runs_that_start_together_share_one_new_store(tmp_path):
         assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 10
 
 
+def find_deleted(uri: str, *runs: tracking.RunRef) -> list[tracking.RunRef]:
+    """Return the runs that are deleted."""
+    client = tracking.connect(uri)
+    stages = [client.get_run(run.run_id).info.lifecycle_stage for run in runs]
+    return [run for run, stage in zip(runs, stages, strict=True) if stage == "deleted"]
+
+
 def test_a_run_whose_opening_was_killed_is_deleted(tmp_path, uri):
-    def open_run(folder: str) -> str:
+    def open_run(folder: str) -> tracking.RunRef:
         tags = {tracking.FOLDER_TAG: folder}
         return tracking.open_run(
             uri, "retrieval/x", "a", str(tmp_path), config={}, hashes={}, tags=tags
-        ).run_id
+        )
 
     killed, other = open_run("/runs/a's"), open_run("/runs/b")
     opened = open_run("/runs/a's")
 
-    client = tracking.connect(uri)
-    stages = [
-        client.get_run(run).info.lifecycle_stage for run in (killed, other, opened)
-    ]
-    assert stages == ["deleted", "active", "active"]
+    assert find_deleted(uri, killed, other, opened) == [killed]
 
 
 def test_an_evaluation_that_was_killed_is_deleted_when_it_is_repeated(uri):
-    config = {"model": {"name": "sasrec"}}
-    training = tracking.open_run(
-        uri, "retrieval/x", "sasrec", "/runs/a", config=config, hashes={}
-    )
+    training = tracking.open_run(uri, "x", "a", "/runs", config={}, hashes={})
 
     def open_child(name: str) -> tracking.RunRef:
         return tracking.open_child(training, name, params={}, hashes={}, tags={})
@@ -102,14 +102,7 @@ def test_an_evaluation_that_was_killed_is_deleted_when_it_is_repeated(uri):
     tracking.Logger(ended).end()
     killed, other, repeated = open_child("test"), open_child("val"), open_child("test")
 
-    client = tracking.connect(uri)
-    stages = {
-        run.run_id: client.get_run(run.run_id).info.lifecycle_stage
-        for run in (ended, killed, other, repeated)
-    }
-    assert [run for run, stage in stages.items() if stage == "deleted"] == [
-        killed.run_id
-    ]
+    assert find_deleted(uri, ended, killed, other, repeated) == [killed]
 
 
 @contextmanager
