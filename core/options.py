@@ -36,12 +36,19 @@ from typing import (
 )
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import to_jsonable_python
 
 from core.errors import UserError, did_you_mean, one_line
-from core.files import open_uri
+from core.files import absolute, open_uri
 
 STRICT = ConfigDict(
     extra="forbid",
@@ -58,6 +65,8 @@ Dropout = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Folder = Annotated[str, Field(min_length=1)]
+CheckpointPath = Annotated[str, AfterValidator(lambda path: path and absolute(path))]
+"""A checkpoint, or the folder of a run, whose path becomes absolute; "" for none."""
 
 SECRET = re.compile(
     r"(^\w+:(?!/)\S*|://(?!anonymous@)([^/\s@]*:\S*|[^/\s]*))@|"
@@ -432,20 +441,6 @@ def find_difference(
         if old.get(name) != new.get(name):
             return f"{name} {old.get(name)!s:.60}, not {new.get(name)!s:.60}"
     return ""
-
-
-def path_fields(config: type, *kinds: str) -> set[str]:
-    """Return the names of a config's fields that hold paths of some kinds.
-
-    Args:
-        config: Dataclass of the config.
-        kinds: Kinds of path: `checkpoint`, or `encoder`, which is a folder or a name
-            of the model hub. A field declares its kind by
-            `metadata={"names": "checkpoint"}`.
-    """
-    return {
-        field.name for field in fields(config) if field.metadata.get("names") in kinds
-    }
 
 
 def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:

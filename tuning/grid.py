@@ -33,9 +33,10 @@ from core.options import (
     STRICT,
     Free,
     build,
+    check_keys,
+    check_known,
     merge,
     merge_config_files,
-    path_fields,
     read_yaml,
 )
 from models.own_code import name_metric
@@ -250,10 +251,13 @@ def load_sweep(config: SweepConfig) -> Sweep:
     from core.schemas import RunRef
 
     content = {"name": Path(config.grid).stem, **read_yaml(config.grid)}
-    if config.smoke:
-        smoke = build(Grid, content).smoke
-        content = merge({**content, "scheduler": {}}, smoke)
     grid = build(Grid, content)
+    check_keys(Grid, grid.smoke, "smoke.")
+    known = [*grid.keys, "model.name", "fit.seed"]
+    for result in grid.published:
+        check_known(result.point, known, "published.point")
+    if config.smoke:
+        grid = build(Grid, merge({**content, "scheduler": {}}, grid.smoke))
     grid.axes |= config.axes
     grid.samples = config.samples or grid.samples
     split, _, metric = grid.metric.partition("/")
@@ -293,8 +297,6 @@ def load_sweep(config: SweepConfig) -> Sweep:
 
 def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | EvaluateConfig:
     """Build the configuration of the trial of a point."""
-    from pipelines.training.run import locate_encoders
-
     config, ray = sweep.config, sweep.config.ray
     content: dict[str, Any] = {
         "tables": config.tables or "TABLES",  # a dry run may name none
@@ -302,10 +304,6 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "text": config.text,
         "trust_code": config.trust_code,
     }
-    content = merge(content, sweep.grid.fixed, nest(point))
-    if sweep.grid.job == "evaluate":
-        content |= content.pop("evaluate", {})
-        return build(EvaluateConfig, content, "evaluate.")
     fixed = {
         "storage": sweep.folder,
         "name": name,
@@ -315,15 +313,14 @@ def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluat
         "log_model": False,
     }
     for key in point:
-        if key == "fit" or key.startswith((*fixed, "fit.metric")):
+        if key in ("fit", "evaluate") or key.startswith((*fixed, "fit.metric")):
             raise UserError(f"'{key}' is set by the sweep, and is no axis")
+    content = merge(content, sweep.grid.fixed, nest(point))
+    if sweep.grid.job == "evaluate":
+        content |= content.pop("evaluate", {})
+        return build(EvaluateConfig, content, "evaluate.")
     metric = {"fit": {"metric": sweep.metric}}
-    training = build(TrainConfig, merge(content, metric, fixed))
-    # trials run in other folders
-    model = locate_encoders(training.model)
-    names = path_fields(type(model), "checkpoint")
-    paths = {key: absolute(path) for key in names if (path := getattr(model, key))}
-    return replace(training, model=replace(model, **paths))
+    return build(TrainConfig, merge(content, metric, fixed))
 
 
 def nest(settings: Point) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Shapes: `B` requests, `N` items.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from core.errors import UserError
-from core.options import STRICT, NamedConfig
+from core.options import STRICT, CheckpointPath, NamedConfig
 from models import registry
 from models.loaded_model import build_model
 from models.retrieval import metrics
@@ -40,10 +40,10 @@ from models.training import checkpoint
 class BlendConfig(NamedConfig):
     """Blend: two trained models whose scores are added."""
 
-    first: str = field(default="", metadata={"names": "checkpoint"})
+    first: CheckpointPath = ""
     """Checkpoint of a trained model, or folder of its finished run; used in training
     only."""
-    second: str = field(default="", metadata={"names": "checkpoint"})
+    second: CheckpointPath = ""
     """Checkpoint of the other model."""
     weight: Values[NonNegativeFloat] = (0.0, *(2.0**n for n in range(-6, 9)))
     """Weight of the second model's scores; of several values, validation chooses."""

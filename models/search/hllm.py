@@ -39,6 +39,7 @@ from models.cpu.weights import cache_until_changed
 from models.search.catalogue import SearchCatalogue
 from models.search.qgs import QGS, BehaviourText, Encoder, QGSConfig, QueryText
 from models.text.pretrained import (
+    EncoderPath,
     load_encoder,
     pretrained_config,
     remove_pooler,
@@ -158,7 +159,7 @@ class HLLMConfig(QGSConfig):
     """HFG-Attention over groups of features; HLLM has none."""
     query_condition: QueryText = "none"
     """Inputs of the prediction head about the next query: none in HLLM."""
-    item_tower: str = field(default="", metadata={"names": "encoder"})
+    item_tower: EncoderPath = ""
     """Encoder of jobs.encode (folder, name, or `minilm`) that is fine-tuned as the item
     tower; read in training only. Empty: documents keep the embeddings of
     jobs.encode."""

@@ -19,7 +19,7 @@ width of the reduced text, `F` features, `K` labels.
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -40,6 +40,7 @@ from models.search.encoders import (
 )
 from models.search.ranker import Ranker, RankerConfig
 from models.search.requests import SearchBatch
+from models.text.pretrained import EncoderPath
 from models.training.distributed import global_mean
 
 Encoder = Literal["linear_hstu", "hstu", "transformer"]
@@ -62,7 +63,7 @@ class QGSConfig(RankerConfig):
     ffn: PositiveInt = 2048
     """Inner width of the feed-forward blocks of `transformer`; the other encoders have
     none."""
-    pretrained: str = field(default="", metadata={"names": "encoder"})
+    pretrained: EncoderPath = ""
     """Pretrained BERT whose weights initialise the encoder `transformer`: a folder, a
     name, or `minilm`, a pip package; read in training only."""
     token: BehaviourText = "pair"

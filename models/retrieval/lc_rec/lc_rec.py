@@ -50,6 +50,7 @@ from models.retrieval.lc_rec.prompts import (
 )
 from models.retrieval.retriever import Retriever, SidTokens, real_positions
 from models.text import language_model
+from models.text.pretrained import EncoderPath
 from models.training.distributed import global_mean
 
 TASK_SHARE = 0.25
@@ -64,7 +65,7 @@ class LcRecConfig(NamedConfig):
     The paper fine-tunes a pretrained LLaMA of 7 billion parameters (`lm`).
     """
 
-    lm: str = field(default="", metadata={"names": "encoder"})
+    lm: EncoderPath = ""
     """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7
     billion parameters in the paper, LLaMA-2 in Appendix D.1 of SID-MLP), loaded when
     training starts. Empty: a LLaMA of the sizes below with random weights."""

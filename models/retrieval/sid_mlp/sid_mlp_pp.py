@@ -16,7 +16,7 @@ Shapes: `B` requests, `S` tokens of a history, `D` width.
 
 from __future__ import annotations
 
-from dataclasses import field, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.errors import UserError
-from core.options import STRICT
+from core.options import STRICT, CheckpointPath
 from models.loaded_model import load_model
 from models.model import NoOptions
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
@@ -155,7 +155,7 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
 
     m: Literal[0] = 0
     """The teacher's decoder cannot read the student's encoder."""
-    encoder: str = field(default="", metadata={"names": "checkpoint"})
+    encoder: CheckpointPath = ""
     """Checkpoint of stage 1 or folder of its finished run, which sets the encoder's
     sizes; used in training only."""
     encoder_hash: str = ""
