@@ -143,8 +143,9 @@ def process_day(config: DailyConfig) -> DayRecord:
     by = config.prepare.split.resolve(log.info.clock)
     if by != "temporal":
         raise UserError(f"prepare.split.by is '{by}', a day needs temporal")
-    labels = [*config.prepare.actions.tasks, *log.info.bool_labels]
-    labelled = SimpleNamespace(labels=labels)
+    labelled = SimpleNamespace(
+        labels=[*config.prepare.actions.tasks, *log.info.bool_labels]
+    )
     check_fit(config.train.fit, model_class, labelled, "train.")
     check_fit(config.continue_training.fit, model_class, labelled, "continue_training.")
     check_known(config.max_drop, model_class.metric_names(labelled), "max_drop")

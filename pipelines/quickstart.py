@@ -21,15 +21,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import redirect_stdout
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, format_duration
 from core.options import (
     STRICT,
-    Folder,
     Seed,
     build,
     changed,
@@ -108,8 +107,8 @@ class QuickstartConfig:
     source: str | None = None
     """Source file of the real log; by default the file named after the folder, or a
     guess."""
-    output: Folder = "runs"
-    """Folder for all output, with a subfolder per dataset."""
+    output: Annotated[str, Field(pattern="^[^:]+$")] = "runs"
+    """Folder of this machine for all output, with a subfolder per dataset."""
     encoder: Encoder = "tfidf"
     """Text encoder: tfidf, minilm (`make encoder` installs it), or the name or path of
     a transformers model."""
@@ -177,19 +176,16 @@ def run_quickstart(config: QuickstartConfig) -> Path:
     audit_tables(tables)
 
     extra = plan_extra(config, home, flow.extra, prepared.items)
-    requests, page = prepared.sequences.info.requests, home / "compare.html"
-    compare = CompareConfig(
-        experiment=f"{kind}/{name}",
-        html=str(page),
-        tracking_uri=uri,
-    )
+    requests = prepared.sequences.info.requests
     models = [*plan_models(config, home, flow, requests, bool(extra))]
     total = len(extra) + len(models) + 1
     run_steps(extra, f"[1/{total}]", began)
     labels = [f"[{number}/{total}]" for number in range(len(extra) + 1, total)]
     run_models(models, labels, home / "logs", began)
-    comparison = Step("Compare", "compare", compare_runs, compare)
-    run_steps([comparison], f"[{total}/{total}]", began)
+    page = home / "compare.html"
+    compare = CompareConfig(f"{kind}/{name}", html=str(page), tracking_uri=uri)
+    steps = [Step("Compare", "compare", compare_runs, compare)]
+    run_steps(steps, f"[{total}/{total}]", began)
     print(f"\nDone in {format_duration(time.monotonic() - began)}.")
     if not config.data:
         print("The log is simulated: the metrics show that the flow works, no more.")
@@ -204,8 +200,8 @@ def run_quickstart(config: QuickstartConfig) -> Path:
 def announce(title: str, job: str, options: dict[str, Any], began: float) -> None:
     """Print the title and the command of a step, and the time since `began`."""
     elapsed = format_duration(time.monotonic() - began)
-    words = shlex.join(to_words(options))
-    print(f"\n{title}   ({elapsed} so far)\n$ python -m jobs.{job} {words}")
+    print(f"\n{title}   ({elapsed} so far)")
+    print(f"$ python -m jobs.{job} {shlex.join(to_words(options))}")
 
 
 def run_steps(steps: Sequence[Step], label: str, began: float) -> None:
@@ -242,8 +238,10 @@ def run_models(
                 for label, model in [*waiting.items()]:
                     if model.after <= trained:
                         log = logs / f"{model.name}.txt"
-                        arguments = (model.steps, label, began, log)
-                        running[pool.submit(run_in_process, *arguments)] = model
+                        future = pool.submit(
+                            run_in_process, model.steps, label, began, log
+                        )
+                        running[future] = model
                         del waiting[label]
                 # short waits, since a signal does not end a wait
                 ended, _ = wait(running, 1, FIRST_COMPLETED)
