@@ -67,7 +67,7 @@ def format_duration(seconds: float) -> str:
     """Format a duration in seconds, minutes or hours, with about two digits."""
     if seconds < 100:
         return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
+    if seconds < 6000:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h"
 

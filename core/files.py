@@ -100,10 +100,7 @@ def join(uri: str, *names: str) -> str:
 
 
 def absolute(uri: str) -> str:
-    """Make a local path absolute, and strip trailing slashes from a URI.
-
-    Workers run in other folders, so they need absolute paths.
-    """
+    """Make a local path absolute, and strip trailing slashes from a URI."""
     return uri.rstrip("/") if "://" in uri else str(Path(uri).expanduser().absolute())
 
 

@@ -65,6 +65,8 @@ Dropout = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Folder = Annotated[str, Field(min_length=1)]
+AbsoluteFolder = Annotated[Folder, AfterValidator(absolute)]
+"""Folder whose path becomes absolute, since workers run in other folders."""
 CheckpointPath = Annotated[str, AfterValidator(lambda path: path and absolute(path))]
 """A checkpoint, or the folder of a run, whose path becomes absolute; "" for none."""
 

@@ -42,9 +42,10 @@ def _user_list(name: str, dtype: pa.DataType) -> pa.Field:
     return _required(name, _list(dtype))
 
 
-def _carried_fields(events: pa.Schema) -> list[pa.Field]:
-    """Return the fields of events that sequences copy."""
-    return [field for field in events if field.name.startswith(CARRIED)]
+def _carried_lists(events: pa.Schema) -> list[pa.Field]:
+    """Return the fields of events that sequences copy, as lists per user."""
+    carried = [field for field in events if field.name.startswith(CARRIED)]
+    return [_user_list(field.name, field.type) for field in carried]
 
 
 def events_schema(log: LogInfo, texts: Iterable[str] = ()) -> pa.Schema:
@@ -661,11 +662,11 @@ def sequences_schema(events: pa.Schema) -> pa.Schema:
             *REQUEST,
         ]
     )
-    copied = [events.field("query"), *_carried_fields(events)]
     return pa.schema(
         [
             *BEHAVIOURS,
-            *(_user_list(field.name, field.type) for field in copied),
+            _user_list("query", pa.string()),
+            *_carried_lists(events),
             _user_list("requests", request),
         ]
     )
@@ -701,7 +702,7 @@ def search_schema(
         has_sessions: Whether behaviours have a column of their session's type.
     """
     session_type = [_user_list("session_type", pa.string())] if has_sessions else []
-    carried = _carried_fields(events)
+    carried = _carried_lists(events)
     custom = [field for field in carried if field.name.startswith(("num_", "cat_"))]
     request = pa.struct(
         [
@@ -716,7 +717,7 @@ def search_schema(
             # (candidates, F), flattened row by row
             pa.field("features", _list(pa.float32())),
             # custom features of each result, as logged
-            *(pa.field(field.name, _list(field.type)) for field in custom),
+            *(pa.field(field.name, field.type) for field in custom),
         ]
     )
     return pa.schema(
@@ -727,7 +728,7 @@ def search_schema(
             _user_list("position", pa.int32()),
             # null for a result of a search
             *session_type,
-            *(_user_list(field.name, field.type) for field in carried),
+            *carried,
             # features at the time of the request that showed the result
             _user_list("features", pa.list_(pa.field("item", pa.float32()), features)),
             _user_list("requests", request),
@@ -759,7 +760,7 @@ def actions_schema(
     return pa.schema(
         [
             *BEHAVIOURS,
-            *(_user_list(field.name, field.type) for field in _carried_fields(events)),
+            *_carried_lists(events),
             # targets of each task, 0 or 1
             _user_list("tasks", task_values),
             # inputs of models, from 0 to 1

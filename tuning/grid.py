@@ -28,9 +28,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.files import absolute, join
+from core.files import join
 from core.options import (
     STRICT,
+    AbsoluteFolder,
     Free,
     build,
     check_keys,
@@ -59,7 +60,7 @@ class SweepConfig:
     """Grid file, such as tuning/grids/sid_mlp_alpha.yaml."""
     tables: str = ""
     """TABLES: the folder that jobs.prepare made."""
-    storage: str = ""
+    storage: AbsoluteFolder = ""
     """Folder for all runs: checkpoints, and MLflow's SQLite store unless tracking_uri
     names another store."""
     name: str = ""
@@ -108,7 +109,6 @@ class SweepConfig:
                 raise ValueError(
                     f"--{name} is missing; it is required without --dry_run"
                 )
-        object.__setattr__(self, "storage", absolute(self.storage))
 
 
 @dataclass(config=STRICT)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from core.files import absolute
-from core.options import STRICT, Folder
+from core.options import STRICT, AbsoluteFolder, Folder
 from models.own_code import MetricName
 from models.retrieval.options import AtSpeedOptions
 
@@ -25,7 +24,7 @@ RECOMMEND_NAMES = tuple(field.name for field in fields(AtSpeedOptions))
 class EvaluateConfig(AtSpeedOptions):
     """Options of jobs.evaluate."""
 
-    checkpoint: Folder
+    checkpoint: AbsoluteFolder
     """Folder of a checkpoint, or of a finished run, whose best checkpoint is loaded."""
     tables: Folder
     """TABLES: the folder that jobs.prepare made."""
@@ -72,7 +71,6 @@ class EvaluateConfig(AtSpeedOptions):
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        self.checkpoint = absolute(self.checkpoint)
         if self.metric is not None:
             from models.metrics.metric import TOP, RequestMetric, find_metrics
 

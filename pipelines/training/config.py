@@ -20,8 +20,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.files import absolute, join
-from core.options import STRICT, Folder
+from core.files import join
+from core.options import STRICT, AbsoluteFolder
 from models import own_code, registry
 from models.registry import ModelSection
 from models.training.fit_config import FitConfig, check_replay
@@ -95,14 +95,14 @@ def check_run_name(name: str) -> None:
 class TrainConfig:
     """Configuration of a training: model, input tables, training loop and storage."""
 
-    tables: Folder
+    tables: AbsoluteFolder
     """Output folder of jobs.prepare."""
-    sids: str | None = None
+    sids: AbsoluteFolder | None = None
     """Output folder of jobs.tokenize, for models that use semantic IDs."""
-    text: str | None = None
+    text: AbsoluteFolder | None = None
     """Output folder of jobs.encode, required by HLLM and optional for other models of
     search and of actions."""
-    storage: Folder
+    storage: AbsoluteFolder
     """Folder for all runs: their checkpoints, and MLflow's SQLite store unless
     tracking_uri is given."""
     name: str
@@ -142,9 +142,6 @@ class TrainConfig:
                         f"fit.batch_size {batch_size} does not divide by {workers} "
                         "workers"
                     )
-        for name in ("storage", "tables", "sids", "text"):
-            if folder := getattr(self, name):
-                object.__setattr__(self, name, absolute(folder))
 
     def __reduce__(self) -> Any:
         """Pickle the user's own code too, which workers need."""
