@@ -67,8 +67,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Folder = Annotated[str, Field(min_length=1)]
 AbsoluteFolder = Annotated[Folder, AfterValidator(absolute)]
 """Folder whose path becomes absolute, since workers run in other folders."""
-CheckpointPath = Annotated[str, AfterValidator(lambda path: path and absolute(path))]
-"""A checkpoint, or the folder of a run, whose path becomes absolute; "" for none."""
+AbsolutePath = Annotated[str, AfterValidator(lambda path: path and absolute(path))]
+"""Path that becomes absolute; "" for none."""
+CheckpointPath = Annotated[AbsolutePath, "checkpoint"]
+"""A checkpoint, or the folder of a run; "" for none."""
 
 SECRET = re.compile(
     r"(^\w+:(?!/)\S*|://(?!anonymous@)([^/\s@]*:\S*|[^/\s]*))@|"

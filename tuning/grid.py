@@ -31,7 +31,7 @@ from core.errors import UserError
 from core.files import join
 from core.options import (
     STRICT,
-    AbsoluteFolder,
+    AbsolutePath,
     Free,
     build,
     check_keys,
@@ -60,7 +60,7 @@ class SweepConfig:
     """Grid file, such as tuning/grids/sid_mlp_alpha.yaml."""
     tables: str = ""
     """TABLES: the folder that jobs.prepare made."""
-    storage: AbsoluteFolder = ""
+    storage: AbsolutePath = ""
     """Folder for all runs: checkpoints, and MLflow's SQLite store unless tracking_uri
     names another store."""
     name: str = ""
