@@ -260,7 +260,7 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
 def _add_columns(
     mapping: Suggestion, log: FileGroup, unused: list[Column], kind: str | None
 ) -> dict[str, Column]:
-    """Add the user, the item and the time of events, and what requests have.
+    """Add the columns of user, item and time, and of requests with several rows.
 
     Returns:
         The columns of `request`, `query` and `position` that the mapping has.
