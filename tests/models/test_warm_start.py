@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,51 +105,44 @@ def make_fit_config(name: str, **options: Any) -> FitConfig:
     )
 
 
-class Days:
-    """A log that grows by days."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def prepare_first(self, kind: str) -> Inputs:
-        """Prepare days one to three."""
-        for day in range(3):
-            write_day(self.folder / "raw", day, 20, PLACES)
-        return append_days(self.folder, kind)
-
-    def append_later(self, kind: str) -> Inputs:
-        """Append days four to six, with new items, authors and places."""
-        for day in range(3, 6):
-            write_day(self.folder / "raw", day, 26, ("bern", *PLACES))
-        return append_days(self.folder, kind)
-
-    def train_first(self, name: str) -> str:
-        """Train a model on days one to three; return its checkpoint."""
-        run = build_training(
-            MODELS[name], make_fit_config(name), self.prepare_first(KINDS[name])
-        )
-        return train_and_save(run, self.folder / "one")
+def write_first_days(folder: Path, kind: str) -> Inputs:
+    """Prepare days one to three."""
+    for day in range(3):
+        write_day(folder / "raw", day, 20, PLACES)
+    return append_days(folder, kind)
 
 
-@pytest.fixture
-def days(tmp_path) -> Days:
-    return Days(tmp_path)
+@dataclass
+class Grown:
+    """A checkpoint of days one to three, and tables of six days."""
 
-
-Grown = Callable[[str], tuple[str, Inputs]]
+    uri: str
+    inputs: Inputs
+    batch: Any
+    """Test requests of the first three days."""
+    scores: torch.Tensor
+    """Scores of the batch before the later days."""
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory) -> Grown:
+def grown(tmp_path_factory) -> Callable[[str], Grown]:
     """Return a function that trains a model by name on days one to three, once, and
-    returns its checkpoint and the inputs of all six days.
+    appends days four to six with new items, authors and places.
     """
 
     @cache
-    def train_and_append(name: str) -> tuple[str, Inputs]:
-        days = Days(tmp_path_factory.mktemp(name))
-        uri = days.train_first(name)
-        return uri, days.append_later(KINDS[name])
+    def train_and_append(name: str) -> Grown:
+        folder, kind = tmp_path_factory.mktemp(name), KINDS[name]
+        inputs = write_first_days(folder, kind)
+        run = build_training(MODELS[name], make_fit_config(name), inputs)
+        uri = train_and_save(run, folder / "one")
+        before = LoadedModel.load(uri, inputs)
+        examples = Dataset.load(before.model, before.catalogue, "test")
+        batch = examples.collate(np.arange(len(examples)))
+        scores = score_old_items(before, batch)
+        for day in range(3, 6):
+            write_day(folder / "raw", day, 26, ("bern", *PLACES))
+        return Grown(uri, append_days(folder, kind), batch, scores)
 
     return train_and_append
 
@@ -169,26 +162,18 @@ def shift_viewers(viewer: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_of_old_items_do_not_change_with_new_items(days, name):
-    uri = days.train_first(name)
-    inputs = Inputs(str(days.folder / "tables"))
-    before = LoadedModel.load(uri, inputs)
-    examples = Dataset.load(before.model, before.catalogue, "test")
-    batch = examples.collate(np.arange(len(examples)))
-    num_old_items = read_manifest(f"{inputs.tables}/items").rows
-    expected = score_old_items(before, batch)
+def test_scores_of_old_items_do_not_change_with_new_items(grown, name):
+    log = grown(name)
+    after, batch = LoadedModel.load(log.uri, log.inputs), log.batch
 
-    grown_inputs = days.append_later(KINDS[name])
-    after = LoadedModel.load(uri, grown_inputs)
-
-    assert read_manifest(f"{grown_inputs.tables}/items").rows > num_old_items
+    assert read_manifest(f"{log.inputs.tables}/items").rows > 20
     if name == "attn_lfa":
         batch = replace(
             batch,
             viewer=shift_viewers(batch.viewer),
             candidate_viewer=shift_viewers(batch.candidate_viewer),
         )
-    assert torch.equal(score_old_items(after, batch), expected)
+    assert torch.equal(score_old_items(after, batch), log.scores)
 
 
 def get_learned_times(run: TrainingRun, sequences: list[dict[str, Any]]) -> list[int]:
@@ -207,7 +192,7 @@ def get_learned_times(run: TrainingRun, sequences: list[dict[str, Any]]) -> list
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_continues_with_newer_examples_and_a_share_of_the_older(grown, name):
-    uri, inputs = grown(name)
+    uri, inputs = grown(name).uri, grown(name).inputs
     until = checkpoint.read(uri).learned["until"]
     assert FIRST_DAY_MS + DAY_MS / 2 < until < FIRST_DAY_MS + 3 * DAY_MS / 2
     sequences = read_rows(inputs.tables, "sequences")
@@ -228,7 +213,7 @@ def test_training_continues_with_newer_examples_and_a_share_of_the_older(grown, 
 def test_training_starts_with_the_old_weights_and_unknown_new_items(
     grown, tmp_path, name
 ):
-    uri, inputs = grown(name)
+    uri, inputs = grown(name).uri, grown(name).inputs
 
     run = build_training(MODELS[name], make_fit_config(name), inputs, init=uri)
 
@@ -256,14 +241,14 @@ def test_training_starts_with_the_old_weights_and_unknown_new_items(
     ],
 )
 def test_a_checkpoint_that_cannot_be_continued_is_rejected(
-    grown, days, model, options, message
+    grown, tmp_path, model, options, message
 ):
-    uri, _ = grown("sasrec")
     if model.get("name") == "popularity":
         changed = model
     else:
         changed = {**MODELS[model.get("name", "sasrec")], **model}
-    inputs = days.prepare_first(KINDS.get(changed["name"], "retrieval"))
+    kind = KINDS.get(changed["name"], "retrieval")
+    inputs, uri = write_first_days(tmp_path, kind), grown("sasrec").uri
     with pytest.raises(UserError, match=message):
         build_training(changed, make_fit_config("sasrec", **options), inputs, init=uri)
 

@@ -7,14 +7,9 @@ import torch
 from models.layers.mmoe import MMoE
 
 
-def build_mmoe() -> MMoE:
-    """Return an MMoE of 5 inputs, 3 tasks and 4 experts."""
-    torch.manual_seed(0)
-    return MMoE(5, tasks=3, experts=4, expert_width=6, tower_width=7)
-
-
 def test_logits_equal_a_loop_over_tasks_and_experts():
-    model = build_mmoe()
+    torch.manual_seed(0)
+    model = MMoE(5, tasks=3, experts=4, expert_width=6, tower_width=7)
     x = torch.randn(5)
     experts = (model.experts.weight @ x + model.experts.bias).relu().view(4, 6)
     gates = (model.gates.weight @ x + model.gates.bias).view(3, 4)

@@ -30,7 +30,7 @@ from models.retrieval.retriever import History
 from models.retrieval.tiger.decoder import T5Decoder
 from models.training import checkpoint
 from tests.fixtures import trainings
-from tests.fixtures.golden import check_golden
+from tests.fixtures.golden import check_golden_model
 from tests.fixtures.small_retrieval import (
     ITEMS,
     SIZES,
@@ -39,6 +39,7 @@ from tests.fixtures.small_retrieval import (
     make_requests_with_lengths,
     make_windows,
 )
+from tests.fixtures.trainings import train_steps
 
 ABLATIONS = Path(__file__).parents[3] / "jobs/configs/retrieval/ablations"
 ALL = {
@@ -195,11 +196,6 @@ def score_catalogue(
     return by_request
 
 
-def gather_codes(log_probs: Tensor, codes: Tensor) -> Tensor:
-    """Return the log-probability (N,) of the code (N,) of each row."""
-    return log_probs.gather(1, codes[:, None])[:, 0]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case):
@@ -215,7 +211,7 @@ def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case):
         for row, levels in enumerate(by_request):
             total = torch.zeros(ITEMS)
             for level, log_probs in enumerate(levels):
-                total += gather_codes(log_probs, codes[:, level])
+                total += log_probs.gather(1, codes[:, level, None])[:, 0]
             ranked, row_scores = items[row, :ITEMS], scores[row, :ITEMS]
             assert sorted(ranked.tolist()) == list(range(ITEMS))
             torch.testing.assert_close(row_scores, total[ranked], rtol=1e-4, atol=1e-4)
@@ -234,13 +230,6 @@ def test_compiled_kernels_and_the_fast_path_change_no_ranking(case, monkeypatch)
             plain_items, plain_scores = model.recommend(batch, ITEMS + 2, **options)
         torch.testing.assert_close(plain_scores, scores, rtol=1e-4, atol=1e-5)
         assert plain_items.tolist() == items.tolist()
-
-
-def mark_items(model: Any, items: list[int]) -> Tensor:
-    """Return the set of allowed items as `recommend` takes it."""
-    mask = torch.zeros(ITEMS, dtype=torch.bool)
-    mask[items] = True
-    return model.encode_allowed(mask)
 
 
 ALLOWED = [
@@ -307,7 +296,8 @@ def test_allowed_and_unseen_items_are_ranked_as_among_all(case):
     all_items, all_scores = model.recommend(batch, ITEMS, **options)
 
     for allowed in ALLOWED:
-        encoded = mark_items(model, allowed)
+        mask = torch.isin(torch.arange(ITEMS), torch.tensor(allowed))
+        encoded = model.encode_allowed(mask)
         for k, unseen in ((1, False), (6, True), (ITEMS, True)):
             items, scores = model.recommend(
                 batch, k, allowed=encoded, unseen=unseen, **options
@@ -348,39 +338,11 @@ def make_training_batch(model: Any, count: int) -> Any:
     return make_windows(batch)
 
 
-def train(model: Any, steps: int) -> list[float]:
-    """Train a model; return its losses. Every trained weight gets a gradient."""
-    trained = {
-        name: parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    }
-    optimizer = torch.optim.AdamW(dict.fromkeys(trained.values()), 1e-2)
-    torch.manual_seed(0)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(make_training_batch(model, 16))["loss"]
-        loss.backward()
-        # DDP needs a gradient of every trained weight
-        assert [name for name, p in trained.items() if p.grad is None] == []
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("case", ALL)
 def test_losses_gradients_and_scores_are_those_of_the_golden_file(case):
     model = copy.deepcopy(build_case(case))
     _, scores = model.recommend(make_requests(6), 8, **beam_options(case, 12))
-    values = [scores.double().mean().item(), scores.double().std().item()]
-    if model.trains_by_gradient:
-        loss = model(make_training_batch(model, 16))["loss"]
-        loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms = torch.stack([gradient.norm() for gradient in gradients])
-        values += [loss.item(), norms.norm().item()]
-    check_golden(case, values)
+    check_golden_model(case, scores, model, make_training_batch(model, 16))
 
 
 @pytest.mark.parametrize("case", [*SASREC, *CASES])
@@ -389,10 +351,11 @@ def test_training_changes_every_trained_weight_and_can_be_repeated(case):
     again = copy.deepcopy(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    losses = train(model, 6)
+    batches = [make_training_batch(model, 16)] * 6
+    losses = train_steps(model, batches, 1e-2)
 
     assert losses[-1] < losses[0]
-    assert train(again, 2) == losses[:2]
+    assert train_steps(again, batches[:2], 1e-2) == losses[:2]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     changed = {
         name

@@ -1,8 +1,7 @@
-"""Examples hold exactly the histories and targets of the tables, for any world size."""
+"""Examples hold exactly the histories and targets of the tables."""
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,38 +81,16 @@ def read_windows(batch: WindowBatch) -> list[Example]:
     return examples
 
 
-def list_examples(dataset: Dataset, seed: int | None = None) -> list[Example]:
-    """Return the examples of a dataset's batches, sorted.
-
-    Args:
-        dataset: The dataset.
-        seed: Seed of a training epoch, or None for evaluation.
-    """
-    if seed is None:
-        batches: Any = map(dataset.collate, dataset.evaluation_batches(4))
-    else:
-        batches = dataset.epoch(4, seed=seed, epoch=1)
+def list_examples(dataset: Dataset) -> list[Example]:
+    """Return the examples of a dataset's batches, sorted."""
     has_repeats = dataset.selection.split not in ("train", "next")
     examples: list[Example] = []
-    for batch in batches:
+    for batch in map(dataset.collate, dataset.evaluation_batches(4)):
         if dataset.selection.unit == "request":
             examples += read_requests(batch, has_repeats)
         else:
             examples += read_windows(batch)
     return sorted(examples)
-
-
-def load_ranks(uri: str, split: Any, world: int, **options: Any) -> list[Dataset]:
-    """Load the dataset of each of `world` workers."""
-    return [
-        load_split(RETRIEVAL, uri, split, rank=rank, world=world, **options)
-        for rank in range(world)
-    ]
-
-
-def list_all(ranks: list[Dataset]) -> list[Example]:
-    """Return the examples of all workers, sorted."""
-    return sorted(chain.from_iterable(map(list_examples, ranks)))
 
 
 def count_users(examples: list[Example]) -> int:
@@ -122,25 +99,25 @@ def count_users(examples: list[Example]) -> int:
 
 
 @FEW_EXAMPLES
-@given(log=LOG, max_history=st.integers(1, 6), world=st.integers(1, 3))
-def test_requests_are_those_of_the_tables(tmp_path, log, max_history, world):
+@given(log=LOG, max_history=st.integers(1, 6))
+def test_requests_are_those_of_the_tables(tmp_path, log, max_history):
     uri = write_sequences(tmp_path, log)
     for split in ("train", "val", "test"):
-        ranks = load_ranks(uri, split, world, max_history=max_history)
+        dataset = load_split(RETRIEVAL, uri, split, max_history=max_history)
         expected = list_expected(log, split, max_history)
-        assert list_all(ranks) == expected
-        assert sum(rank.count_users() for rank in ranks) == count_users(expected)
+        assert list_examples(dataset) == expected
+        assert dataset.count_users() == count_users(expected)
 
 
 @FEW_EXAMPLES
-@given(log=LOG, max_history=st.integers(1, 14), world=st.integers(1, 3))
-def test_windows_serve_each_train_request_once(tmp_path, log, max_history, world):
+@given(log=LOG, max_history=st.integers(1, 14))
+def test_windows_serve_each_train_request_once(tmp_path, log, max_history):
     """Histories are slices of the behaviours, and whole if one window is enough."""
     uri = write_sequences(tmp_path, log)
-    ranks = load_ranks(uri, "train", world, unit="user", max_history=max_history)
+    dataset = load_split(RETRIEVAL, uri, "train", unit="user", max_history=max_history)
     expected = list_expected(log, "train", 99)
 
-    examples = list_all(ranks)
+    examples = list_examples(dataset)
 
     targets = sorted((user, target) for user, _, target in examples)
     assert targets == sorted((user, target) for user, _, target in expected)
@@ -152,8 +129,7 @@ def test_windows_serve_each_train_request_once(tmp_path, log, max_history, world
         assert history in parts
     if all(len(history) <= max_history for _, history, _ in expected):
         assert examples == expected
-        num_windows = sum(len(rank.evaluation_rows()) for rank in ranks)
-        assert num_windows == count_users(expected)
+        assert len(dataset.evaluation_rows()) == count_users(expected)
 
 
 def test_next_requests_follow_all_behaviours(tmp_path):

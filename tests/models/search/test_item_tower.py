@@ -19,16 +19,9 @@ from models.search.catalogue import SearchCatalogue
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
 from models.search.requests import SearchBatch
 from tests.fixtures.search_tables import ITEM_MODEL
+from tests.fixtures.trainings import CASES
 
-SMALL = {
-    "max_history": 8,
-    "text_width": 6,
-    "dnn_width": 12,
-    "width": 24,
-    "num_layers": 1,
-    "num_heads": 2,
-    "ffn": 16,
-}
+SMALL = {**CASES["hllm"], "num_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +48,6 @@ def encode_one_by_one(
     return torch.stack(embeddings)
 
 
-def change_documents(catalogue: SearchCatalogue, **changes: Any) -> SearchCatalogue:
-    assert catalogue.text.documents is not None
-    documents = replace(catalogue.text.documents, **changes)
-    return replace(catalogue, text=replace(catalogue.text, documents=documents))
-
-
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("chunk_tokens", [30, hllm.MAX_CHUNK_TOKENS])
@@ -72,8 +59,9 @@ def test_a_batch_of_documents_is_encoded_as_one_by_one(
     grad: bool,
 ) -> None:
     monkeypatch.setattr(hllm, "MAX_CHUNK_TOKENS", chunk_tokens)
-    documents = change_documents(catalogue, pooling=pooling)
-    tower = ItemTower(ITEM_MODEL, documents).eval()
+    documents = replace(catalogue.text.documents, pooling=pooling)
+    text = replace(catalogue.text, documents=documents)
+    tower = ItemTower(ITEM_MODEL, replace(catalogue, text=text)).eval()
     item = torch.randint(24, (3, 11), generator=torch.Generator().manual_seed(0))
 
     with torch.set_grad_enabled(grad):
@@ -97,7 +85,7 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
     embedded = replace(catalogue, text=replace(catalogue.text, items=items))
     frozen = HLLM(HLLMConfig(**SMALL), embedded).eval()
     config = HLLM.resolve_config(
-        HLLMConfig(name="hllm", **SMALL, item_tower=encoder_folder), embedded
+        HLLMConfig(**SMALL, item_tower=encoder_folder), embedded
     )
     assert config == HLLM.resolve_config(config, embedded)
     model = HLLM(config, embedded).eval()

@@ -13,7 +13,7 @@ import torch
 from core.files import join
 from core.schemas import Inputs
 from models.dataset.batch import request_number
-from models.search.catalogue import SearchCatalogue, SearchText, pair_key
+from models.search.catalogue import SearchCatalogue, pair_key
 from models.search.requests import MAX_REQUESTS, SEARCH, SearchBatch
 from tests.fixtures.commands import load_split, read_rows, read_table
 from tests.fixtures.search_tables import FEATURES, LABELS, make_request, write_tables
@@ -48,13 +48,6 @@ def get_requests(batch: SearchBatch) -> dict[int, dict]:
             "features": batch.features[candidates],
         }
     return requests
-
-
-def assert_padding_is_empty(batch: SearchBatch) -> None:
-    padding = torch.arange(batch.history.shape[1]) >= batch.history_length[:, None]
-    assert (batch.history[padding] == -1).all()
-    assert (batch.history_query[padding] == -1).all()
-    assert (batch.history_features[padding] == 0).all()
 
 
 def assert_equals_table(
@@ -96,7 +89,10 @@ def test_batches_have_all_requests_of_a_split_with_their_history(
     for rows in examples.evaluation_batches(7):
         batch = examples.collate(rows)
         assert batch.history.shape[1] <= limit
-        assert_padding_is_empty(batch)
+        padding = torch.arange(batch.history.shape[1]) >= batch.history_length[:, None]
+        assert (batch.history[padding] == -1).all()
+        assert (batch.history_query[padding] == -1).all()
+        assert (batch.history_features[padding] == 0).all()
         contents |= get_requests(batch)
 
     num_expected = 0
@@ -173,7 +169,8 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
 
     expected = Counter()
     for user_row, user in enumerate(read_table(uri).to_pylist()):
-        end = max(get_history_ends(user, "train").values())
+        train = [r for r in user["requests"] if r["split"] == "train"]
+        end = max(request["history_end"] for request in train)
         times, items = user["timestamp_ms"][1:end], user["item_index"][1:end]
         expected.update((user_row, *pair) for pair in zip(times, items, strict=True))
     assert set(requests.values()) == {1}
@@ -183,15 +180,6 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
     # rows without an overlap have first behaviours without a history
     if overlap > 0 and limit > 3:
         assert learned == expected
-
-
-def get_history_ends(user: dict, split: str) -> dict[int, int]:
-    """Return the history ends of a user's requests of one split by their times."""
-    return {
-        request["timestamp_ms"]: request["history_end"]
-        for request in user["requests"]
-        if request["split"] == split
-    }
 
 
 def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search):
@@ -206,35 +194,10 @@ def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search)
     assert np.allclose(catalogue.feature_std, values.std(0), atol=1e-5)
 
 
-@pytest.fixture
-def text(search) -> SearchText:
-    return SearchCatalogue.load(Inputs(search[0], text=search[1])).text
-
-
-def assert_text_equals(
-    text: SearchText,
-    batch: SearchBatch,
-    query: int,
-    item: int,
-    query_row: int,
-    pair_row: int,
-) -> None:
-    """Assert that two rows of a batch's text are the vectors of a query and of its pair
-    with an item; both are negative without a query.
-    """
-    if query < 0:
-        assert query_row < 0
-        assert pair_row < 0
-        return
-    [row] = np.searchsorted(text.pair_keys, [pair_key(item, query, 8)])
-    assert query_row >= 0
-    assert pair_row >= 0
-    assert np.array_equal(batch.query_text[query_row], text.queries[query])
-    assert np.array_equal(batch.pair_text[pair_row], text.pairs[row])
-
-
 @pytest.mark.parametrize("reads_history_queries", [True, False])
-def test_batches_have_the_text_of_candidates(search, text, reads_history_queries):
+def test_batches_have_the_text_of_candidates(search, reads_history_queries):
+    """Rows of a batch's text are negative without a query."""
+    text = SearchCatalogue.load(Inputs(search[0], text=search[1])).text
     examples = load_split(
         SEARCH,
         join(search[0], "sequences"),
@@ -256,7 +219,11 @@ def test_batches_have_the_text_of_candidates(search, text, reads_history_queries
             1,
         )
         for query, item, query_row, pair_row in columns.tolist():
-            assert_text_equals(text, batch, query, item, query_row, pair_row)
+            assert (query_row < 0) == (pair_row < 0) == (query < 0)
+            if query >= 0:
+                [row] = np.searchsorted(text.pair_keys, [pair_key(item, query, 8)])
+                assert np.array_equal(batch.query_text[query_row], text.queries[query])
+                assert np.array_equal(batch.pair_text[pair_row], text.pairs[row])
         if not reads_history_queries:
             assert (batch.history_query_text == -1).all()
             assert (batch.history_pair_text == -1).all()

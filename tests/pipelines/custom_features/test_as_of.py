@@ -4,6 +4,7 @@ before it, and the audit finds values of later rows.
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -93,20 +94,11 @@ def test_the_audit_finds_candidates_with_later_prices(priced, tmp_path):
     assert "num_price is [" in violations["features"][0]
 
 
-def copy_with_prices(raw: Path, folder: Path, prices: pl.DataFrame) -> Path:
-    """Copy the log to the folder `raw` with other prices."""
-    copied = folder / "raw"
-    copied.mkdir()
-    for name in ("events.csv", "items.csv"):
-        (copied / name).write_bytes((raw / name).read_bytes())
-    prices.write_csv(copied / "prices.csv")
-    return copied
-
-
 def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(raw, tmp_path):
     prices = pl.read_csv(raw / "prices.csv")
     repeated = prices.head(3).with_columns(price=pl.lit(99.0))
-    log = copy_with_prices(raw, tmp_path, pl.concat([prices, repeated]))
+    log = Path(shutil.copytree(raw, tmp_path / "raw"))
+    pl.concat([prices, repeated]).write_csv(log / "prices.csv")
 
     tables = prepare_tables(tmp_path, log, WITH_PRICES)
 

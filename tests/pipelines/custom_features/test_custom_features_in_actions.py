@@ -2,67 +2,49 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from core.tables import read_manifest
 from models.actions.requests import ACTIONS
-from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
+from tests.fixtures.audited_tables import copy_with_change, find_violations
 from tests.fixtures.commands import load_split, read_rows
 from tests.fixtures.custom_features_log import (
     FEED,
     FEED_PREPARE,
     prepare_tables,
-    write_feed,
-    write_log,
 )
 
 
 @pytest.fixture(scope="module")
-def feed(tmp_path_factory) -> Path:
-    """Folder of a feed with custom features and prices."""
-    folder = tmp_path_factory.mktemp("feed")
-    write_log(folder, users=1)
-    write_feed(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory, feed) -> str:
+def tables(tmp_path_factory, raw) -> str:
     """Path of the tables of the feed."""
     folder = tmp_path_factory.mktemp("tables")
-    return prepare_tables(folder, feed, FEED, prepare_settings=FEED_PREPARE)
+    return prepare_tables(folder, raw, FEED, prepare_settings=FEED_PREPARE)
 
 
 def test_the_manifest_describes_the_custom_features(tables):
     info = read_manifest(f"{tables}/sequences").info
 
     numbers = [number["name"] for number in info["custom"]["numbers"]]
-    assert numbers == ["num_score", "num_price"]
+    assert numbers == ["num_bm25", "num_price"]
     categories = [category["name"] for category in info["custom"]["categories"]]
     assert categories == ["cat_state"]
-    assert info["viewers"] == {"device": ["phone", "tablet"]}
+    assert info["viewers"] == {"city": ["Lima", "Oslo", "Rome"]}
     assert find_violations(tables) == {}
-
-
-def raise_price(rows: list[Row], info: Row) -> None:
-    """Raise the price of a behaviour of training."""
-    row = next(row for row in rows if row["train_end"] > 2)
-    row["num_price"][0] += 1.0
-
-
-def scale_by_the_whole_log(rows: list[Row], info: Row) -> None:
-    """Change the standard deviation of a number, as if it were of the whole log."""
-    info["custom"]["numbers"][1]["std"] *= 1.1
 
 
 @pytest.mark.parametrize(
     ("change", "rules"),
     [
-        (raise_price, {"behaviours", "features"}),
-        (scale_by_the_whole_log, {"features"}),
+        (
+            lambda rows, info: rows[0]["num_price"].__setitem__(0, 1.0),
+            {"behaviours", "features"},
+        ),
+        (
+            lambda rows, info: info["custom"]["numbers"][1].update(std=9.0),
+            {"features"},
+        ),
     ],
 )
 def test_the_audit_finds_values_that_were_not_known_in_training(
@@ -85,6 +67,6 @@ def test_batches_have_the_features_of_context_and_candidates_as_in_the_tables(ta
         ):
             valid = getattr(batch, f"{prefix}valid")[index]
             custom = getattr(batch, f"{prefix}custom")[index][valid]
-            for column, name in enumerate(("num_score", "num_price")):
+            for column, name in enumerate(("num_bm25", "num_price")):
                 expected = np.array(row[name][events], np.float32)
                 np.testing.assert_array_equal(custom[:, column], expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,20 +13,11 @@ from core.files import join
 from models.dataset.dataset import Dataset
 from models.search.requests import SearchBatch
 from models.training_run import TrainingRun
-from pipelines.serving import package
 from tests.fixtures.commands import read_column, read_rows
-from tests.fixtures.custom_features_log import prepare_tables, write_random_text
-from tests.fixtures.served_models import register_ranker
+from tests.fixtures.custom_features_log import prepare_tables, write_text
+from tests.fixtures.served_models import load_registered, register_ranker
 
 Row = dict[str, Any]
-
-
-def load_served(uri: str, **model_config: Any) -> Any:
-    """Load version 1 of `qgs` as MLflow serves it."""
-    with package.use_store(uri):
-        return mlflow.pyfunc.load_model(
-            "models:/qgs/1", model_config=model_config or None
-        )
 
 
 def serve(model: Any, request: Row) -> dict[str, float]:
@@ -83,9 +73,9 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
 ):
     settings = {"search": {"item_features": ["brand", "weight"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
-    text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
+    text, uri = write_text(tmp_path, tables), new_store(tmp_path)
     register_ranker(tmp_path, "qgs", tables, text)
-    model = load_served(uri)
+    model = load_registered(uri, "qgs")
     items = read_column(tables, "items", "item_id")
     rows = read_rows(tables, "sequences")
     requests = [request for row in rows for request in row["requests"]]
@@ -114,9 +104,9 @@ def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
     raw, tmp_path, new_store
 ):
     tables = prepare_tables(tmp_path, raw)
-    text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
+    text, uri = write_text(tmp_path, tables), new_store(tmp_path)
     run = register_ranker(tmp_path, "qgs", tables, text)
-    without_counts = load_served(uri)
+    without_counts = load_registered(uri, "qgs")
     with_history = load_with_history(run)
 
     for batch in with_history[:: len(with_history) // 3]:
@@ -126,7 +116,7 @@ def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
         scores = score_batch(run, batch)
         expected = dict(zip(request["candidates"], scores, strict=True))
         prepare_tables(tmp_path, raw, settings={"counts_as_of": str(time)})
-        model = load_served(uri, counts=join(tables, "counts"))
+        model = load_registered(uri, "qgs", counts=join(tables, "counts"))
         later = {"timestamp_ms": time + 5 * 3_600_000}
 
         assert serve(model, request) == pytest.approx(expected, abs=1e-5)

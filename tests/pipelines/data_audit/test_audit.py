@@ -138,17 +138,6 @@ def move_test_request_to_train(rows: list[Row], info: Row) -> None:
     update_counts(rows, info)
 
 
-def drop_user(rows: list[Row], info: Row) -> None:
-    """Drop the last user's row."""
-    rows.pop()
-    update_counts(rows, info)
-
-
-def swap_events(rows: list[Row], info: Row) -> None:
-    """Swap the first two events."""
-    rows[0], rows[1] = rows[1], rows[0]
-
-
 def change_nothing(rows: list[Row], info: Row) -> None:
     """Leave the rows and the info as they are."""
 
@@ -170,8 +159,12 @@ VIOLATIONS: dict[str, tuple[str, Change, set[str]]] = {
         lambda rows, info: info["requests"].update(val=999),
         {"counts"},
     ),
-    "a user lost": ("sequences", drop_user, {"users"}),
-    "events out of order": ("events", swap_events, {"events"}),
+    "a user lost": ("sequences", lambda rows, info: rows.pop(), {"users", "counts"}),
+    "events out of order": (
+        "events",
+        lambda rows, info: rows.insert(0, rows.pop(1)),
+        {"events"},
+    ),
     "a duplicate": (
         "events",
         lambda rows, info: info.pop("duplicates_kept"),

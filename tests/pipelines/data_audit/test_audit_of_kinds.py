@@ -87,17 +87,9 @@ def find_feed(rows: list[Row]) -> tuple[Row, int]:
     raise AssertionError("no user with events in all splits")
 
 
-def extend_history(rows: list[Row], info: Row) -> None:
-    find_search(rows)[1]["history_end"] = 1
-
-
 def flip_labels(rows: list[Row], info: Row) -> None:
     _, request = find_search(rows)
     request["label_purchase"] = [not label for label in request["label_purchase"]]
-
-
-def change_behaviour(rows: list[Row], info: Row) -> None:
-    find_search(rows)[0]["label_click"][0] = False
 
 
 def move_test_request_to_train(rows: list[Row], info: Row) -> None:
@@ -134,16 +126,22 @@ def count_a_later_like(rows: list[Row], info: Row) -> None:
     row["features"][index][info["features"].index("item_like_7d")] += 0.5
 
 
-def change_base_rate(rows: list[Row], info: Row) -> None:
-    info["base_rates"]["like"] += 0.01
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "rules"),
     [
-        ("search", extend_history, {"history"}),
+        (
+            "search",
+            lambda rows, info: find_search(rows)[1].update(history_end=1),
+            {"history"},
+        ),
         ("search", flip_labels, {"targets"}),
-        ("search", change_behaviour, {"behaviours"}),
+        (
+            "search",
+            lambda rows, info: find_search(rows)[0]["label_click"].__setitem__(
+                0, False
+            ),
+            {"behaviours"},
+        ),
         ("search", move_test_request_to_train, {"splits", "counts"}),
         ("search", count_a_later_event, {"windows"}),
         ("search", remove_last_row, {"users", "counts"}),
@@ -151,7 +149,11 @@ def change_base_rate(rows: list[Row], info: Row) -> None:
         ("actions", flip_task, {"tasks"}),
         ("actions", move_candidate_to_context, {"splits", "counts"}),
         ("actions", count_a_later_like, {"windows"}),
-        ("actions", change_base_rate, {"counts"}),
+        (
+            "actions",
+            lambda rows, info: info["base_rates"].update(like=0.5),
+            {"counts"},
+        ),
         ("actions", remove_last_row, {"users", "counts"}),
     ],
 )

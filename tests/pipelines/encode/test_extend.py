@@ -6,8 +6,7 @@ Codes of old items do not change, and new items get the nearest free codes.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +20,16 @@ from models.retrieval.tokenizers.psid import extend_codes
 from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.extend import extend
 from pipelines.encode.tokenize import read_codes, tokenize
+from tests.fixtures import item_tables
 from tests.fixtures.commands import read_table
-from tests.fixtures.item_tables import append_items, read_vectors, write_items
+from tests.fixtures.item_tables import (
+    append_items,
+    build_titles,
+    read_vectors,
+    write_items,
+)
 
 COUNT = 60
-KINDS = ["drill", "hose", "lamp"]
-COLOURS = ["red", "green", "blue", "black", "white"]
 KMEANS = {"name": "rqkmeans", "levels": 2, "codebook_size": 4}
 TOKENIZERS = {
     "rqkmeans": KMEANS,
@@ -42,20 +45,7 @@ TOKENIZERS = {
 }
 
 
-def build_config(folder: Path, output: str = "sids", **options: Any) -> TokenizeConfig:
-    """Return the options of SIDs of the items in a folder, by default of TF-IDF."""
-    defaults = {"tokenizer": KMEANS, "encoder": "tfidf", "pca": 6}
-    return TokenizeConfig(
-        tables=str(folder), output=str(folder / output), **{**defaults, **options}
-    )
-
-
-def build_titles(count: int) -> list[str]:
-    """Return the titles of the first items."""
-    return [
-        f"{COLOURS[i % 5]} {KINDS[i % 3]} with {i % 7} parts, model {i % 11}"
-        for i in range(count)
-    ]
+build_config = partial(item_tables.build_config, tokenizer=KMEANS)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

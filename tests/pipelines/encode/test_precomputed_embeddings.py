@@ -24,19 +24,6 @@ EXPECTED = np.stack(
 )
 
 
-def write_parquet(folder: Path, columns: dict[str, Any]) -> str:
-    """Write a Parquet file of embeddings; return its path."""
-    pq.write_table(pa.table(columns), folder / "own.parquet")
-    return str(folder / "own.parquet")
-
-
-def write_npy(folder: Path, vectors: Any, ids: str) -> tuple[str, str]:
-    """Write a NumPy file of embeddings and a text file of ids; return their paths."""
-    np.save(folder / "own.npy", vectors)
-    (folder / "ids.txt").write_text(ids)
-    return str(folder / "own.npy"), str(folder / "ids.txt")
-
-
 LISTS = pa.list_(pa.float64())
 LAYOUTS: dict[str, dict[str, Any]] = {
     "lists": {"sku": IDS, "vector": pa.array(VECTORS.tolist(), LISTS), "title": IDS},
@@ -61,19 +48,22 @@ def test_each_item_gets_its_row(layout, items, tmp_path, monkeypatch):
         "pipelines.encode.texts.start_ray", lambda: pytest.fail("Ray starts")
     )
     if layout == "npy":
-        file = write_npy(tmp_path, VECTORS.astype(np.float64), "\n".join(IDS) + "\n")
+        file, ids = str(tmp_path / "own.npy"), str(tmp_path / "ids.txt")
+        np.save(file, VECTORS.astype(np.float64))
+        Path(ids).write_text("\n".join(IDS) + "\n")
     else:
-        file = write_parquet(tmp_path, LAYOUTS[layout]), "sku"
+        file, ids = str(tmp_path / "own.parquet"), "sku"
+        pq.write_table(pa.table(LAYOUTS[layout]), file)
     out = str(tmp_path / "out")
     lines: list[str] = []
     config = TokenizeConfig(tables="t", output="s", tokenizer="rqkmeans")
-    precomputed = read_precomputed(*file)
+    precomputed = read_precomputed(file, ids)
 
     manifest = embed_items(items, out, config, precomputed, lines.append)
 
     np.testing.assert_allclose(read_vectors(out), EXPECTED)
     assert lines == [
-        f"note: 1 of 5 items have no row in {file[0]}, which has 5 ids, and get zeros",
+        f"note: 1 of 5 items have no row in {file}, which has 5 ids, and get zeros",
     ]
     config = replace(config, encoder="tfidf")
     repeated = embed_items(items, out, config, precomputed, lines.append)

@@ -13,13 +13,11 @@ from core.errors import UserError
 from core.schemas import EmbeddingsInfo, RetrievalInfo
 from core.tables import Table, open_table, read_manifest
 from models.retrieval.requests import find_train_items
-from pipelines.encode.config import TokenizeConfig
 from pipelines.encode.tokenize import read_codes, tokenize
 from tests.fixtures.commands import read_table
-from tests.fixtures.item_tables import write_items
+from tests.fixtures.item_tables import build_config, build_titles, write_items
 
 COUNT = 90
-KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
 KMEANS = {"name": "rqkmeans", "levels": 2, "codebook_size": 8}
 RQ_OTHER = {**KMEANS, "codebook_size": 5}
 
@@ -27,12 +25,7 @@ RQ_OTHER = {**KMEANS, "codebook_size": 5}
 @pytest.fixture
 def items(tmp_path) -> Table:
     """A table of 90 items."""
-    (tmp_path / "items").mkdir()
-    titles = [
-        f"{COLOURS[i % 5]} {KINDS[i % 3]} with {i % 7} parts, model {i % 2}"
-        for i in range(COUNT)
-    ]
-    return write_items(tmp_path / "items", titles)
+    return write_items(tmp_path / "items", build_titles(COUNT))
 
 
 def tokenize_items(
@@ -41,14 +34,8 @@ def tokenize_items(
     """Tokenize items by TF-IDF; return the manifests of `sids` and `trie`, and whether
     a table was written.
     """
-    config = TokenizeConfig(
-        tables=str(Path(items.uri).parent),
-        output=str(output),
-        tokenizer=tokenizer,
-        encoder="tfidf",
-        **{"pca": 6, **options},
-    )
-    return tokenize(config)
+    folder = Path(items.uri).parent
+    return tokenize(build_config(folder, output, tokenizer=tokenizer, **options))
 
 
 def read_change_times(folder: Path) -> dict[str, int]:

@@ -56,8 +56,10 @@ def test_an_item_has_its_latest_text_before_validation(tmp_path):
             assert item["text_note"] == expected["note"].get(item["item_id"])
     assert len({*read_column(whole, "items", "text_title")}) > 10
 
-    def show_a_later_text(items: list[Row], info: Row) -> None:
-        items[3]["text_title"] = "later"
-
-    copied = copy_with_change(str(whole), tmp_path / "copy", show_a_later_text, "items")
+    copied = copy_with_change(
+        str(whole),
+        tmp_path / "copy",
+        lambda items, info: items[3].update(text_title="later"),
+        "items",
+    )
     assert list(find_violations(copied)) == ["texts"]

@@ -114,14 +114,18 @@ def test_the_audit_finds_a_row_that_the_condition_leaves_out(tmp_path):
     assert "rows" in {rule.name for rule in audit(tables) if rule.rows}
     assert find_violations(tables) == {}
 
-    def take_another_row(events: list[Row], info: Row) -> None:
-        events[-1]["cat_kind"] = "cancel"
-
-    copied = copy_with_change(tables, tmp_path / "copy", take_another_row, "events")
+    copied = copy_with_change(
+        tables,
+        tmp_path / "copy",
+        lambda events, info: events[-1].update(cat_kind="cancel"),
+        "events",
+    )
     assert "left out by where" in find_violations(copied)["rows"][0]
 
-    def lose_rows(events: list[Row], info: Row) -> None:
-        info["rows_read"] += 7
-
-    copied = copy_with_change(tables, tmp_path / "second", lose_rows, "events")
+    copied = copy_with_change(
+        tables,
+        tmp_path / "second",
+        lambda events, info: info.update(rows_read=info["rows_read"] + 7),
+        "events",
+    )
     assert list(find_violations(copied)) == ["rows"]

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pandas as pd
 import pytest
 import yaml
@@ -16,12 +15,15 @@ from fastapi.testclient import TestClient
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
 
-from pipelines.serving import package
 from pipelines.serving.ray_serve import ParsedRequest, Replica
 from pipelines.serving.registered_model import register
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
-from tests.fixtures.served_models import register_ranker, save_tiger_run
+from tests.fixtures.served_models import (
+    load_registered,
+    register_ranker,
+    save_tiger_run,
+)
 from tests.fixtures.training_tables import write_tables
 
 Servers = dict[str, list[TestClient]]
@@ -44,9 +46,8 @@ def served(new_store, tmp_path_factory) -> dict[str, PyFuncModel]:
     register_ranker(
         folder, "attn_mvp", write_actions(folder / "feed", viewers=True), None
     )
-    with package.use_store(uri):
-        names = ("tiger", "qgs", "attn_mvp")
-        return {name: mlflow.pyfunc.load_model(f"models:/{name}/1") for name in names}
+    names = ("tiger", "qgs", "attn_mvp")
+    return {name: load_registered(uri, name) for name in names}
 
 
 @pytest.fixture(scope="module")

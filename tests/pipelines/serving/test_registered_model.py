@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -25,7 +24,7 @@ from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.fixtures.commands import read_column, read_rows
-from tests.fixtures.served_models import save_tiger_run
+from tests.fixtures.served_models import load_registered, save_tiger_run
 from tests.fixtures.training_tables import write_tables
 
 RANK_IN_NEW_PROCESS = """
@@ -73,9 +72,7 @@ def register_first_trial(folder: Path, name: str) -> RunRef:
 
 def load_first_trial(folder: Path, name: str) -> Any:
     """Register the sweep's first trial and load it through MLflow's pyfunc interface."""
-    register_first_trial(folder, name)
-    with package.use_store(f"sqlite:///{folder}/mlflow.db"):
-        return mlflow.pyfunc.load_model(f"models:/{name}/1")
+    return load_registered(register_first_trial(folder, name).uri, name)
 
 
 def test_a_damaged_table_is_not_packaged(tmp_path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,29 +15,22 @@ from core.files import join
 from core.tables import read_manifest
 from pipelines.encode.config import EncodeConfig, TextConfig
 from pipelines.encode.texts import encode_log
-from pipelines.serving import package
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.commands import read_rows
 from tests.fixtures.search_tables import write_search
-from tests.fixtures.served_models import register_ranker
+from tests.fixtures.served_models import load_registered, register_ranker
 
 
-@pytest.fixture(autouse=True)
-def store(new_store, tmp_path) -> None:
+@pytest.fixture
+def store(new_store, tmp_path) -> str:
     """Create the MLflow store in which the models are registered."""
-    new_store(tmp_path)
+    return new_store(tmp_path)
 
 
-def load_registered(folder: Path, name: str) -> Any:
-    """Load version 1 of a registered model through MLflow's pyfunc interface."""
-    with package.use_store(f"sqlite:///{folder}/mlflow.db"):
-        return mlflow.pyfunc.load_model(f"models:/{name}/1")
-
-
-def test_a_search_model_warns_of_inputs_without_training_data(tmp_path):
+def test_a_search_model_warns_of_inputs_without_training_data(store, tmp_path):
     tables, text = write_search(tmp_path)
     register_ranker(tmp_path, "qgs", tables, text)
-    model = load_registered(tmp_path, "qgs").unwrap_python_model()
+    model = load_registered(store, "qgs").unwrap_python_model()
     row = {
         "candidates": ["item_id-003"],
         "history": ["item_id-001"],
@@ -98,10 +89,10 @@ FEED = {
 }
 
 
-def test_a_model_of_actions_names_its_inputs_which_may_be_missing(tmp_path):
+def test_a_model_of_actions_names_its_inputs_which_may_be_missing(store, tmp_path):
     tables = write_actions(tmp_path, viewers=True)
     setup = register_ranker(tmp_path, "attn_mvp", tables, None)
-    model = load_registered(tmp_path, "attn_mvp")
+    model = load_registered(store, "attn_mvp")
     columns = model.unwrap_python_model().requests.request_class.model_fields
     assert set(columns) == {*FEED, "new_items"}
     scores = sorted(model.predict(pd.DataFrame([FEED]))["score"][0])
@@ -128,10 +119,10 @@ def test_a_model_of_actions_names_its_inputs_which_may_be_missing(tmp_path):
     assert sorted(inputs) == sorted(metadata["actions"])
 
 
-def test_a_model_that_reads_times_requires_them(tmp_path):
+def test_a_model_that_reads_times_requires_them(store, tmp_path):
     tables, text = write_search(tmp_path)
     register_ranker(tmp_path, "hstu", tables, text)
-    model = load_registered(tmp_path, "hstu").unwrap_python_model()
+    model = load_registered(store, "hstu").unwrap_python_model()
     row = {
         "candidates": ["item_id-003"],
         "history": ["item_id-001", "item_id-002"],
@@ -199,7 +190,7 @@ def build_new_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     [("attn_mvp", {"item_ids": "none"}), ("lac", {"id_dropout": 0.5})],
 )
 def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
-    name, options, tmp_path
+    name, options, store, tmp_path
 ):
     """The catalogue item's id carries no information: the model reads no ids, or the
     item has no training example.
@@ -210,7 +201,7 @@ def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
     items = read_rows(tables, "items")
     new_items = build_new_items(items)
     register_ranker(tmp_path, name, tables, text, **options)
-    model = load_registered(tmp_path, name)
+    model = load_registered(store, name)
     in_history = BARE | {
         "history": ["item-000", "X", "item-002"],
         "candidates": ["X", "item-001"],

@@ -19,12 +19,6 @@ Ranking = tuple[list[int], list[float]]
 """Items and scores of one request, best first."""
 
 
-def pad_ranking(items: list[int], scores: list[float], k: int) -> Ranking:
-    """Return a ranking of k items, with -1 and -inf where there is no item."""
-    missing = k - len(items)
-    return items + [-1] * missing, scores + [-math.inf] * missing
-
-
 def search_by_definition(
     scorer: TableScorer,
     codes: list[Codes],
@@ -56,7 +50,8 @@ def search_by_definition(
         beams = [prefix for _, prefix in possible[: k if is_last else beam]]
     items = [codes.index(prefix) for prefix in beams]
     scores = [scorer.prefix_score(user, prefix) for prefix in beams]
-    return pad_ranking(items, scores, k)
+    missing = k - len(items)
+    return items + [-1] * missing, scores + [-math.inf] * missing
 
 
 def check_rankings(ranked, scorer, codes, k, beam, allowed=None):
