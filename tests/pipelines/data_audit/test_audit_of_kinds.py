@@ -92,6 +92,10 @@ def flip_labels(rows: list[Row], info: Row) -> None:
     request["label_purchase"] = [not label for label in request["label_purchase"]]
 
 
+def change_behaviour(rows: list[Row], info: Row) -> None:
+    find_search(rows)[0]["label_click"][0] = False
+
+
 def move_test_request_to_train(rows: list[Row], info: Row) -> None:
     requests = [request for row in rows for request in row["requests"]]
     next(r for r in requests if r["split"] == "test")["split"] = "train"
@@ -135,13 +139,7 @@ def count_a_later_like(rows: list[Row], info: Row) -> None:
             {"history"},
         ),
         ("search", flip_labels, {"targets"}),
-        (
-            "search",
-            lambda rows, info: find_search(rows)[0]["label_click"].__setitem__(
-                0, False
-            ),
-            {"behaviours"},
-        ),
+        ("search", change_behaviour, {"behaviours"}),
         ("search", move_test_request_to_train, {"splits", "counts"}),
         ("search", count_a_later_event, {"windows"}),
         ("search", remove_last_row, {"users", "counts"}),

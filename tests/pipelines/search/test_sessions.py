@@ -125,7 +125,7 @@ def look_ahead(rows: list[Row], info: Row) -> None:
 
 
 def change_type(rows: list[Row], info: Row) -> None:
-    types = next(row["session_type"] for row in rows if any(row["session_type"]))
+    types = next(r["session_type"] for r in rows if "view" in r["session_type"])
     types[types.index("view")] = None
 
 
