@@ -175,7 +175,7 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
 ):
     """The words of the titles are `title` and numbers; a query is a colour or missing."""
     tables, text = prepare_searches(tmp_path, draw_searches(40)), str(tmp_path / "text")
-    config = EncodeConfig(tables, text, "tfidf", embed=TextConfig(svd=2))
+    config = EncodeConfig(tables, text, "tfidf", embed=TextConfig(svd=1))
     lines: list[str] = []
 
     manifests = encode_log(config, say=lines.append)
