@@ -43,14 +43,9 @@ def candidates():
     )
 
 
-def build_constant_logits(rates):
-    """Build the logits (3, 9, 2) of a model that always predicts the rates."""
-    return torch.logit(torch.as_tensor(rates, dtype=torch.float64)).expand(3, 9, 2)
-
-
 def test_the_entropy_of_the_rates_of_the_candidates_is_normalised_to_one(candidates):
     labels = candidates.candidate_label[candidates.candidate_valid]
-    logits = build_constant_logits(labels.mean(0).double())
+    logits = torch.logit(labels.mean(0).double()).expand(3, 9, 2)
 
     model = FixedModel(logits, train_rates=(0.1, 0.7))
     values = metrics.means(metrics.measure(model, candidates))

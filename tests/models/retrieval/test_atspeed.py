@@ -69,15 +69,9 @@ def list_prefixes(tree: Tree, row: int) -> list[list[list[int]]]:
     return levels
 
 
-def build_decoder() -> tuple[Retriever, T5Decoder]:
-    """Return a TIGER and a random decoder of its tokens."""
-    torch.manual_seed(0)
-    tiger = build_teacher(0)
-    return tiger, T5Decoder(tiger.backbone).eval()
-
-
 def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix():
-    tiger, decoder = build_decoder()
+    tiger = build_teacher(0)
+    decoder = T5Decoder(tiger.backbone).eval()
     history = tiger.encode(make_requests(5))
     rows = torch.tensor([3, 0, 4, 1])
     tree = draw_tree(4, torch.Generator().manual_seed(2))

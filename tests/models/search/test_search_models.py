@@ -81,28 +81,17 @@ def test_a_candidate_changes_no_other_score_and_labels_change_none(
     assert (after[3] != scores[3]).any()
 
 
-def build_document_model(name, negatives, catalogue):
-    """Build a model that predicts the next token, and one with the same weights that
-    predicts the next document.
-    """
-    token_model, document_model = (
-        build_variant(name, catalogue, next_item=next_item, negatives=negatives)
-        for next_item in ("token", "document")
-    )
-    weights = {
-        **token_model.state_dict(),
-        "target.weight": document_model.target.weight,
-    }
-    document_model.load_state_dict(weights)
-    return token_model, document_model
-
-
 @pytest.mark.parametrize("negatives", ["position", "batch"])
 @pytest.mark.parametrize("name", ["qgs", "hstu", "hllm item_tower"])
 def test_the_next_document_is_predicted_instead_of_the_next_token(
     name, negatives, catalogue, batch
 ):
-    token_model, model = build_document_model(name, negatives, catalogue)
+    token_model, model = (
+        build_variant(name, catalogue, next_item=next_item, negatives=negatives)
+        for next_item in ("token", "document")
+    )
+    target = {"target.weight": model.target.weight}
+    model.load_state_dict(token_model.state_dict() | target)
     item, new = batch.history[:, 1:], batch.history_new[:, None]
     valid = (item >= 0) & (torch.arange(1, batch.history.shape[1]) >= new)
     with torch.no_grad():

@@ -12,7 +12,6 @@ import torch
 from core.files import join
 from models.dataset.dataset import Dataset
 from models.search.requests import SearchBatch
-from models.training_run import TrainingRun
 from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables, write_text
 from tests.fixtures.served_models import load_registered, register_ranker
@@ -24,24 +23,6 @@ def serve(model: Any, request: Row) -> dict[str, float]:
     """Return the score of each candidate of a request."""
     ranked = model.predict(pd.DataFrame([request]))
     return dict(zip(ranked["item_id"][0], ranked["score"][0], strict=True))
-
-
-def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
-    """Return the probabilities that the module gives the candidates of a batch."""
-    with torch.no_grad():
-        logits = run.model.score(batch)[:, 0]  # type: ignore[operator]
-    return torch.sigmoid(logits).tolist()
-
-
-def load_with_history(run: TrainingRun) -> list[SearchBatch]:
-    """Load the test requests with more than 2 behaviours, in a batch each."""
-    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
-    batches = [examples.collate(np.array([n])) for n in range(len(examples))]
-    return [
-        batch
-        for batch in batches
-        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
-    ]
 
 
 def make_request(tables: str, batch: SearchBatch) -> Row:
@@ -107,13 +88,20 @@ def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
     text, uri = write_text(tmp_path, tables), new_store(tmp_path)
     run = register_ranker(tmp_path, "qgs", tables, text)
     without_counts = load_registered(uri, "qgs")
-    with_history = load_with_history(run)
+    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
+    batches = [examples.collate(np.array([n])) for n in range(len(examples))]
+    with_history = [
+        batch
+        for batch in batches
+        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
+    ]
 
     for batch in with_history[:: len(with_history) // 3]:
         time = int(batch.request_time[0])
         request = make_request(tables, batch) | {"timestamp_ms": time}
         del request["features"]
-        scores = score_batch(run, batch)
+        with torch.no_grad():
+            scores = run.model.score(batch)[:, 0].sigmoid().tolist()
         expected = dict(zip(request["candidates"], scores, strict=True))
         prepare_tables(tmp_path, raw, settings={"counts_as_of": str(time)})
         model = load_registered(uri, "qgs", counts=join(tables, "counts"))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
-
-import polars as pl
 
 from core.schemas import Inputs
 from core.tables import read_manifest
@@ -15,7 +12,7 @@ from models.training.fit_config import FitConfig
 from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
-from tests.fixtures.commands import prepare_log, read_table
+from tests.fixtures.commands import prepare_log, read_table, write_rows
 from tests.fixtures.search_log import draw_searches, prepare_searches
 from tests.fixtures.trainings import build_training
 
@@ -36,24 +33,22 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def write_pages(folder: Path) -> None:
-    """Write 90 pages of three results, of 10 users."""
-    rows = [
-        {
-            "u": f"u{page % 10}",
-            "s": f"s{page}",
-            "i": f"p{(page * 7 + position * 3) % 16}",
-            "p": position,
-            "t": 1_700_000_000 + page * 3600,
-            "c": int(position == page % 3),
-        }
-        for page, position in product(range(90), range(3))
-    ]
-    pl.DataFrame(rows).write_csv(folder / "log.csv")
+PAGES = [
+    {
+        "u": f"u{page % 10}",
+        "s": f"s{page}",
+        "i": f"p{(page * 7 + position * 3) % 16}",
+        "p": position,
+        "t": 1_700_000_000 + page * 3600,
+        "c": int(position == page % 3),
+    }
+    for page, position in product(range(90), range(3))
+]
+"""90 pages of three results, of 10 users."""
 
 
 def test_scores_of_a_log_without_queries_have_query_null(tmp_path):
-    write_pages(tmp_path)
+    write_rows(tmp_path / "log.csv", PAGES)
     tables, output = str(tmp_path / "tables"), str(tmp_path / "scores")
     mapping = {**SOURCE, "prepare": SETTINGS}
     prepare_log(mapping, tmp_path, tmp_path / "tables")

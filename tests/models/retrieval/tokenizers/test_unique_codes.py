@@ -20,20 +20,6 @@ from models.retrieval.tokenizers.rqkmeans import quantize_vectors
 from models.retrieval.tokenizers.tokenizer import Quantized
 
 
-def quantize_random(
-    items: int, size: int, levels: int, seed: int, spread: float = 0.2
-) -> Quantized:
-    """Return random items with random codebooks.
-
-    The items are close together, so that codes collide.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    codebooks = torch.randn(levels, size, 3, generator=generator)
-    vectors = spread * torch.randn(items, 3, generator=generator)
-    codes, _ = quantize_vectors(vectors, codebooks)
-    return Quantized(vectors, codebooks, codes, 0.0)
-
-
 def rank_candidates(
     vector: np.ndarray, codebooks: np.ndarray, width: int
 ) -> list[tuple[int, ...]]:
@@ -63,7 +49,11 @@ def test_the_closest_item_keeps_its_codes_and_others_take_the_best_free_candidat
     size, levels, items, width, seed
 ):
     """The width of an item's search doubles until a candidate is free."""
-    quantized = quantize_random(items, size, levels, seed)
+    generator = torch.Generator().manual_seed(seed)
+    books = torch.randn(levels, size, 3, generator=generator)
+    # the items are close together, so that codes collide
+    points = 0.2 * torch.randn(items, 3, generator=generator)
+    quantized = Quantized(points, books, quantize_vectors(points, books)[0], 0.0)
     vectors = quantized.vectors.double().numpy()
     codebooks = quantized.codebooks.double().numpy()
     greedy = [tuple(row) for row in quantized.codes.tolist()]
