@@ -26,7 +26,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
 from models.warm_start import extend_values
-from tests.fixtures.commands import prepare_log, read_rows
+from tests.fixtures.commands import LOG, prepare_log, read_rows
 from tests.fixtures.trainings import CASES, build_training, first_epoch
 
 DAY_MS = 86_400_000
@@ -68,12 +68,8 @@ def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> No
 
 def append_days(folder: Path, kind: str) -> Inputs:
     """Prepare the days in `folder` that the tables do not have yet."""
-    source = {
+    source = LOG | {
         "files": "day_*.csv",
-        "format": "csv",
-        "user": "user",
-        "item": "item",
-        "time": {"column": "ms", "unit": "ms"},
         "labels": {"like": "like", "rome": "place = 'rome'"},
         "numbers": {"price": "price"},
         "categories": {"place": "place"},

@@ -20,6 +20,7 @@ from jobs import audit as job
 from pipelines.prepare.audit.rules import RULES, audit
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.commands import (
+    LOG,
     prepare_log,
     read_column,
     read_rows,
@@ -28,11 +29,7 @@ from tests.fixtures.commands import (
 )
 
 BEGIN = 1_600_000_000_000
-SOURCE = {
-    "files": "log.jsonl",
-    "user": "user",
-    "item": "item",
-    "time": {"column": "ms", "unit": "ms"},
+SOURCE = LOG | {
     "query": "query",
     "labels": {"click": {"column": "click"}},
     "prepare": {"core": 0, "split": {"by": "leave_last_out"}},

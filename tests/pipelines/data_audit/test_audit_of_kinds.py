@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from core.tables import read_manifest
 from pipelines.prepare.audit.rules import audit
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
-from tests.fixtures.commands import prepare_log, run_job, write_rows
+from tests.fixtures.commands import LOG, prepare_log, run_job, write_rows
 
 SOURCES = Path(__file__).parents[3] / "jobs/configs/sources"
 LOGS: dict[str, tuple[str, int, Row]] = {
@@ -191,14 +190,10 @@ def delayed(request, tmp_path_factory) -> str:
         for user, number, position in product(range(4), range(12), range(4))
     ]
     write_rows(folder / "log.jsonl", rows)
-    mapping: dict[str, Any] = {
-        "files": "log.jsonl",
-        "user": "user",
+    mapping = LOG | {
         "request": "search",
         "query": "query",
-        "item": "item",
         "position": "place",
-        "time": {"column": "ms", "unit": "ms"},
         "labels": {"click": {"column": "click", **request.param}},
         "prepare": {"kind": "search", "core": 0, "behaviour": "click"},
     }

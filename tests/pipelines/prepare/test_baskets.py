@@ -20,16 +20,17 @@ from pipelines.evaluation.config import EvaluateConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
-from tests.fixtures.commands import load_split, prepare_log, read_rows, write_rows
+from tests.fixtures.commands import (
+    LOG,
+    load_split,
+    merge,
+    prepare_log,
+    read_rows,
+    write_rows,
+)
 from tests.fixtures.trainings import SASREC, build_training
 
-MAPPING: Row = {
-    "files": "log.jsonl",
-    "user": "u",
-    "item": "i",
-    "time": {"column": "ms", "unit": "ms"},
-    "prepare": {"core": 0, "duplicates": "keep", "split": {"by": "temporal"}},
-}
+MAPPING = merge(LOG, {"prepare": {"duplicates": "keep"}})
 KINDS: dict[str, Row] = {"request": {"request": "order"}, "equal_times": {}}
 
 
@@ -43,8 +44,8 @@ def log() -> list[Row]:
         user = f"u{order % 12}"
         rows += [
             {
-                "u": user,
-                "i": f"i{generator.randrange(20)}",
+                "user": user,
+                "item": f"i{generator.randrange(20)}",
                 "ms": begin
                 + generator.randrange(2) * (1000 if order % 2 else 3_600_000),
                 "order": f"o{order}",
@@ -71,11 +72,11 @@ def form_baskets(
     baskets = defaultdict[Any, list[Row]](list)
     for row in log:
         key = row["ms"] if kind == "equal_times" else row["order"]
-        baskets[row["u"], key, bisect(cuts, row["ms"])].append(row)
+        baskets[row["user"], key, bisect(cuts, row["ms"])].append(row)
     sets = defaultdict(list)
     for (user, *_), rows in baskets.items():
         time = min(row["ms"] for row in rows)
-        sets[user, time].append({row["i"] for row in rows})
+        sets[user, time].append({row["item"] for row in rows})
     return sets
 
 
@@ -91,7 +92,7 @@ def test_a_request_has_the_items_of_its_basket_and_earlier_behaviours_before_it(
             items = [ids[item] for item in request["candidates"]]
             assert len(items) == len({*items})
             found[user["user_id"], time].append({*items})
-            earlier = [row for row in log if row["u"] == user["user_id"]]
+            earlier = [row for row in log if row["user"] == user["user_id"]]
             before = sum(row["ms"] < time for row in earlier)
             assert request["history_end"] == before
 
@@ -192,6 +193,6 @@ def test_the_audit_finds_a_wrong_basket(tables, tmp_path, change, rule):
 def test_behaviours_that_share_a_time_are_counted(tmp_path, log, capsys):
     write_rows(tmp_path / "log.jsonl", log)
     prepare_log(MAPPING, tmp_path, tmp_path / "tables")
-    times = Counter((row["u"], row["ms"]) for row in log)
+    times = Counter((row["user"], row["ms"]) for row in log)
     shared = sum(count for count in times.values() if count > 1)
     assert f"{shared} of {len(log)} behaviours share" in capsys.readouterr().out

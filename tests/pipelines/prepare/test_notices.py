@@ -6,16 +6,9 @@ import random
 
 import pytest
 
-from tests.fixtures.commands import prepare_log, write_rows
+from tests.fixtures.commands import LOG, prepare_log, write_rows
 
 DAY_MS = 86_400_000
-SOURCE = {
-    "files": "log.csv",
-    "user": "user",
-    "item": "item",
-    "time": {"column": "ms", "unit": "ms"},
-    "prepare": {"core": 0, "split": {"by": "temporal"}},
-}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +34,7 @@ def test_what_makes_metrics_worse_is_warned_of(
     ]
     write_rows(tmp_path / "log.csv", rows)
 
-    prepare_log(SOURCE, tmp_path, tmp_path / "tables", **settings)
+    prepare_log(LOG, tmp_path, tmp_path / "tables", **settings)
 
     lines = capsys.readouterr().out.splitlines()
     warnings = [line for line in lines if line.startswith("warning")]
@@ -58,7 +51,7 @@ def test_histories_that_ascend_by_item_id_are_noted(tmp_path, capsys, is_sorted)
         items = sorted(items) if is_sorted else items
         rows += [{"user": f"u{user}", "item": f"i{item}"} for item in items]
     write_rows(tmp_path / "log.csv", rows)
-    source = SOURCE | {"time": {"unit": "order"}, "prepare": {"core": 0}}
+    source = LOG | {"time": {"unit": "order"}, "prepare": {"core": 0}}
 
     prepare_log(source, tmp_path, tmp_path / "tables")
 

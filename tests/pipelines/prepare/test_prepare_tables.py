@@ -17,8 +17,8 @@ from core.errors import UserError
 from core.tables import read_manifest, writing
 from pipelines.prepare.executor import Executor
 from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.commands import merge, prepare_log, read_rows, write_rows
-from tests.fixtures.random_logs import STEADY, Row, make_mapping
+from tests.fixtures.commands import LOG, merge, prepare_log, read_rows, write_rows
+from tests.fixtures.random_logs import BEGIN, HOUR, STEADY, Row, make_mapping
 from tests.pipelines.prepare.test_random_logs import draw_days, read_content, write_file
 
 MAPPING = make_mapping() | {
@@ -204,17 +204,11 @@ def test_a_log_that_cannot_be_appended_is_refused_and_leaves_the_tables(
 
 
 def test_a_new_file_may_have_no_rows_or_lack_a_column(tmp_path):
-    mapping = {
-        "files": "log_*.csv",
-        "user": "u",
-        "item": "i",
-        "time": {"column": "t", "unit": "s"},
-        "labels": {"click": "c"},
-        "prepare": {"core": 2, "split": {"by": "temporal"}},
-    }
-    rows = [f"u{k % 9},i{k * k % 7},{1_700_000_000 + 3600 * k}" for k in range(90)]
-    full = ["u,i,t,c", *(f"{row},1" for row in rows[:60])]
-    for number, lines in enumerate([full, ["u,i,t,c"], ["u,i,t", *rows[60:]]]):
+    mapping = merge(LOG, {"labels": {"click": "c"}, "prepare": {"core": 2}})
+    rows = [f"u{k % 9},i{k * k % 7},{BEGIN + HOUR * k}" for k in range(90)]
+    head = "user,item,ms"
+    full = [f"{head},c", *(f"{row},1" for row in rows[:60])]
+    for number, lines in enumerate([full, full[:1], [head, *rows[60:]]]):
         (tmp_path / f"log_{number}.csv").write_text("\n".join(lines) + "\n")
         prepare_log(mapping, tmp_path, tmp_path / "grown", append=True)
 
@@ -228,17 +222,16 @@ def test_pieces_of_large_files_on_ray_keep_the_order_of_the_log(tmp_path):
     draw, padding = random.Random(0), "x" * 4000
     for number in range(2):
         rows = [
-            {"u": f"u{draw.randrange(20)}", "i": f"i{draw.randrange(9)}", "x": padding}
+            {
+                "user": f"u{draw.randrange(20)}",
+                "item": f"i{draw.randrange(9)}",
+                "x": padding,
+            }
             for _ in range(700)
         ]
         write_rows(tmp_path / f"log-{number}.csv", rows)
-    mapping = {
-        "files": "log-*.csv",
-        "user": "u",
-        "item": "i",
-        "time": {"unit": "order"},
-        "prepare": {"core": 0, "ties": "log_order"},
-    }
+    settings = {"core": 0, "ties": "log_order"}
+    mapping = LOG | {"time": {"unit": "order"}, "prepare": settings}
     prepare_log(mapping, tmp_path, tmp_path / "alone")
 
     # pieces of 1 MB

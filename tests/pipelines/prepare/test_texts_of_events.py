@@ -6,15 +6,10 @@ import random
 
 from core.tables import read_manifest
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
-from tests.fixtures.commands import prepare_log, read_column, read_rows, write_rows
+from tests.fixtures.commands import LOG, prepare_log, read_column, read_rows, write_rows
 
-MAPPING: Row = {
-    "files": "log*.jsonl",
-    "user": "u",
-    "item": "i",
-    "time": {"column": "ms", "unit": "ms"},
-    "items": {"from": "events", "texts": {"title": "name", "note": "note"}},
-    "prepare": {"core": 0, "split": {"by": "temporal"}},
+MAPPING = LOG | {
+    "items": {"from": "events", "texts": {"title": "name", "note": "note"}}
 }
 
 
@@ -23,8 +18,8 @@ def draw_rows(seed: int, begin: int) -> list[Row]:
     generator = random.Random(seed)
     return [
         {
-            "u": f"u{generator.randrange(40)}",
-            "i": f"i{generator.randrange(30)}",
+            "user": f"u{generator.randrange(40)}",
+            "item": f"i{generator.randrange(30)}",
             "ms": 1_600_000_000_000 + begin + generator.randrange(200) * 1000,
             "name": generator.choice([None, "", "tea", f" cup {generator.random()}"]),
             "note": generator.choice([None, "x"]) if begin else None,
@@ -48,7 +43,7 @@ def test_an_item_has_its_latest_text_before_validation(tmp_path):
         for name, texts in expected.items():
             text = (row[name] or "").strip()
             if row["ms"] < val_start and text:
-                texts[row["i"]] = text
+                texts[row["item"]] = text
     for tables in (tmp_path / "tables", whole):
         assert find_violations(str(tables)) == {}
         for item in read_rows(tables, "items"):
