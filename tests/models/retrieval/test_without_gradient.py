@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -95,6 +96,23 @@ for user, items in enumerate(BEHAVIOURS):
 HISTORIES = [[3, 1, 3, 2, 1, 7], [4], [11], [0, 0, 0, 9, 9, 5], [8, 6, 10, 2]]
 
 
+def check_ranking(
+    model: Any, score: Callable[[list[int]], NDArray[np.float64]]
+) -> None:
+    """Check the items and scores of each history against its scores (N,) of a reference.
+
+    A history of the last item, which has no behaviour, may have no scores.
+    """
+    items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
+    for row, history in enumerate(HISTORIES):
+        expected = score(history)
+        if expected.any():
+            np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
+            np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
+        else:
+            assert history == [ITEMS - 1]
+
+
 def test_own_items_ranks_by_frequency_then_recency_then_popularity():
     popularity = Counter(itertools.chain.from_iterable(BEHAVIOURS))
 
@@ -161,13 +179,12 @@ def test_item_knn_equals_a_dense_reference(
         shrinkage=shrinkage,
         history_decay=decay,
     )
-    items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
-    for row, history in enumerate(HISTORIES):
-        expected = decayed_history(history, decay) @ nearest
-        expected = np.where(expected > 0, expected, popular)
-        np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
-        np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
+    def score(history: list[int]) -> NDArray[np.float64]:
+        scores = decayed_history(history, decay) @ nearest
+        return np.where(scores > 0, scores, popular)
+
+    check_ranking(model, score)
 
 
 def to_request_batch() -> RequestBatch:
@@ -227,12 +244,8 @@ def test_sequential_rules_equal_the_equations(neighbours, both_directions, monke
     )
 
     model.fit_in_one_pass([to_request_batch()], [])
-    items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
-    for row, history in enumerate(HISTORIES):
-        expected = score_by_rules(history, values | sizes)
-        np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
-        np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
+    check_ranking(model, lambda history: score_by_rules(history, values | sizes))
 
 
 def test_sequential_rules_choose_the_options_with_the_best_validation_ndcg():
@@ -279,15 +292,8 @@ def test_ease_equals_a_dense_reference(l2, decay):
     weights = dense_ease(COUNTS, l2)
 
     model = fit_model(name="ease", l2=l2, history_decay=decay)
-    items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
-    for row, history in enumerate(HISTORIES):
-        values = decayed_history(history, decay)
-        # the last item has no behaviour, so all its weights are 0
-        if values[:-1].any():
-            expected = values @ weights
-            np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-6)
-            np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-6)
+    check_ranking(model, lambda history: decayed_history(history, decay) @ weights)
 
 
 def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it():

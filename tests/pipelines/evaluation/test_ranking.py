@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,13 @@ from pipelines import tracking
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.result import load_test_metrics, record_result
-from tests.fixtures.commands import load_split, read_column, read_rows, read_table
+from tests.fixtures.commands import (
+    count_train_targets,
+    load_split,
+    read_column,
+    read_rows,
+    read_table,
+)
 from tests.fixtures.training_tables import change_sequences, write_tables
 from tests.fixtures.trainings import SASREC, TIGER, build_training
 
@@ -116,7 +121,7 @@ def test_metrics_equal_those_of_ranking_each_user_alone(evaluation, name):
         gains = sum(1 / math.log2(rank + 2) for rank in ranks if rank < k)
         assert result.metrics[f"ndcg@{k}"] == pytest.approx(gains / 60)
 
-    train_counts = count_training_targets(evaluation)
+    train_counts = count_train_targets(evaluation.tables)
     new_items = [item for item in top_items if item not in train_counts]
     assert result.metrics["coverage@10"] == len(set(top_items)) / 24
     assert result.metrics["new_items@10"] == len(new_items) / len(top_items)
@@ -132,16 +137,6 @@ def test_metrics_equal_those_of_ranking_each_user_alone(evaluation, name):
     )
 
 
-def count_training_targets(evaluation: Evaluation) -> Counter[int]:
-    """Return how often each item is the target of a training request."""
-    counts: Counter[int] = Counter()
-    for user in read_rows(evaluation.tables, "sequences"):
-        for request in user["requests"]:
-            if request["split"] == "train":
-                counts[request["candidates"][0]] += 1
-    return counts
-
-
 def test_requests_without_a_history_are_measured_by_popularity(
     evaluation, ray_local, tmp_path
 ):
@@ -153,7 +148,7 @@ def test_requests_without_a_history_are_measured_by_popularity(
 
     tables = shutil.copytree(evaluation.tables, tmp_path / "tables")
     change_sequences(str(tables), forget)
-    counts = count_training_targets(evaluation)
+    counts = count_train_targets(evaluation.tables)
     popular = sorted(range(24), key=lambda item: (-counts[item], item))[:10]
     gains = []
     for user in read_rows(tables, "sequences")[::3]:

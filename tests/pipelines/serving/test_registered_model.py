@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from models.training import checkpoint
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.fixtures.commands import read_column, read_rows
+from tests.fixtures.commands import count_train_targets, read_column
 from tests.fixtures.served_models import load_registered, save_tiger_run
 from tests.fixtures.training_tables import write_tables
 
@@ -159,12 +158,9 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder):
 
 def test_visitors_without_a_known_item_get_the_most_popular_allowed_items(folder):
     model = load_first_trial(folder, "popular")
-    counts: Counter[str] = Counter()
-    for user in read_rows(folder / "small/tables", "sequences"):
-        for request in user["requests"]:
-            if request["split"] == "train":
-                counts[f"item-{request['candidates'][0]:03d}"] += 1
+    by_index = count_train_targets(folder / "small/tables")
     items = read_column(folder / "small/tables", "items", "item_id")
+    counts = {item: by_index[index] for index, item in enumerate(items)}
     histories = [["item-001"], [], ["new"]]
     frame = pd.DataFrame({"history": histories})
 
