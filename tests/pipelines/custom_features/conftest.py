@@ -1,4 +1,4 @@
-"""The small search log with custom features, its tables and text."""
+"""The small search log with custom features, its tables and random text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fixtures.custom_features_log import (
     prepare_tables,
     write_log,
-    write_text,
+    write_random_text,
 )
 
 
@@ -29,5 +29,5 @@ def tables(tmp_path_factory, raw) -> str:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory, tables) -> str:
-    """Path of text vectors of the items and queries."""
-    return write_text(tmp_path_factory.mktemp("text"), tables)
+    """Path of random text vectors of the items and queries."""
+    return write_random_text(tmp_path_factory.mktemp("text"), tables)

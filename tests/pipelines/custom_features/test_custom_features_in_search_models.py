@@ -20,7 +20,7 @@ from models.search.catalogue import SearchCatalogue
 from models.search.requests import SEARCH, SearchBatch
 from models.training.fit_config import FitConfig
 from tests.fixtures.commands import load_split, read_rows
-from tests.fixtures.custom_features_log import prepare_tables, write_text
+from tests.fixtures.custom_features_log import prepare_tables, write_random_text
 from tests.fixtures.trainings import CASES, build_training
 
 FIT = FitConfig(batch_size=16, metric="gauc")
@@ -135,7 +135,7 @@ def test_features_change_the_scores_of_their_candidate_or_of_later_requests(
 def test_a_feature_unknown_when_ranking_is_read_of_behaviours_only(raw, tmp_path):
     settings = {"search": {"unknown_when_ranking": ["city"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
-    text = write_text(tmp_path, tables)
+    text = write_random_text(tmp_path, tables)
     module, batch = build_qgs(Inputs(tables, text=text))
     features, history_features = batch.features.clone(), batch.history_features.clone()
     features[:, CITY] = 3 - features[:, CITY]

@@ -13,7 +13,7 @@ from core.files import join
 from models.dataset.dataset import Dataset
 from models.search.requests import SearchBatch
 from tests.fixtures.commands import read_column, read_rows
-from tests.fixtures.custom_features_log import prepare_tables, write_text
+from tests.fixtures.custom_features_log import prepare_tables, write_random_text
 from tests.fixtures.served_models import load_registered, register_ranker
 
 Row = dict[str, Any]
@@ -54,7 +54,7 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
 ):
     settings = {"search": {"item_features": ["brand", "weight"]}}
     tables = prepare_tables(tmp_path, raw, settings=settings)
-    text, uri = write_text(tmp_path, tables), new_store(tmp_path)
+    text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
     register_ranker(tmp_path, "qgs", tables, text)
     model = load_registered(uri, "qgs")
     items = read_column(tables, "items", "item_id")
@@ -85,7 +85,7 @@ def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
     raw, tmp_path, new_store
 ):
     tables = prepare_tables(tmp_path, raw)
-    text, uri = write_text(tmp_path, tables), new_store(tmp_path)
+    text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
     run = register_ranker(tmp_path, "qgs", tables, text)
     without_counts = load_registered(uri, "qgs")
     examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
