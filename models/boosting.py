@@ -145,7 +145,7 @@ def predict_raw(booster: Booster, columns: Tensor) -> Tensor:
 
 
 class BoostedTrees(Model):
-    """A model of an ensemble of trees for each label."""
+    """A model with one LightGBM ensemble per label; subclasses define the columns."""
 
     trains_by_gradient: ClassVar[bool] = False
     stops_early: ClassVar[bool] = True

@@ -46,7 +46,7 @@ class TrainedModel:
         self.loaded = LoadedModel.load(uri, inputs, device, trust_code)
         self.model, self.served = self.loaded.model, ServedModel()
         settings = self.model.requests_class.settings_class(device=device)
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder:  # a served model reads its encoder there
             if inputs.text:
                 write_encoder(inputs, Path(folder))
             self.served.use_model(self.loaded, folder, settings)

@@ -304,7 +304,7 @@ class FusionModel(ActionsModel):
         self.norm = nn.LayerNorm(config.width)
 
     def transform(self, x: Tensor, layout: Layout, *added_values: Tensor) -> Tensor:
-        """Return the states (B, L, D) of the Transformer (`CausalBlock`)."""
+        """Run the blocks over `x` (B, L, D); see `CausalBlock` for `added_values`."""
         for block in self.transformer:
             x = block(x, layout, *added_values)
         return x

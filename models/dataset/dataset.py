@@ -161,7 +161,7 @@ class Examples:
             first = end
 
     def draw(self, seed: list[int]) -> Self:
-        """Return the examples of a training batch, as drawn anew in each epoch."""
+        """Draw the random part of a training batch's examples; by default, none is."""
         return self
 
 

@@ -14,14 +14,13 @@ serves all these requests. Units of an example:
   max_history` behaviours before it, or all if there are fewer.
 
 A behaviour is learned once, in the earliest example that has a behaviour before it
-(`first_new`). No example has more than `MAX_REQUESTS` requests. Requests with an empty
-history have examples too, since their query can be ranked by.
+(`first_new`). No example has more than `MAX_REQUESTS` requests. A request with an empty
+history has an example too: its query alone ranks its candidates.
 
-In a served request, a feature that is left out, or NaN, is replaced by its mean over
-training. Three kinds of features are filled in where a request leaves them out:
-features of items, the hour and weekday of the request's `timestamp_ms`, and, if the
-model was loaded with `counts`, the counts of `jobs.prepare --counts_as_of`. A request
-then needs no features of its candidates. Queries, and pairs of query and document, that
+A served request may leave out features, or set them to NaN. Features of items, the hour
+and weekday of `timestamp_ms` and, if the model was loaded with `counts`, the counts of
+`jobs.prepare --counts_as_of` are then computed; other features are replaced by their
+mean over training. Queries, and pairs of query and document, that
 are not in the training tables are encoded by the encoder of the bundle and cached.
 Without an encoder, an unknown query is treated as no query, with a warning.
 

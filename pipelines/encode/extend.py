@@ -106,7 +106,6 @@ def extend_embeddings(
     item_ids = rows["item_id"].to_pylist()
     num_fit = old_info.fitted_items or earlier.rows
     say(f"{pluralize(items.rows - num_old, 'new item')} in addition to {num_old:,}")
-    info = replace(old_info, fitted_items=num_fit)
     is_compared = bool(precomputed) or config.encoder == "tfidf"
     encoded = np.zeros((0, old_info.encoder_width), np.float32)
     if precomputed:
@@ -146,7 +145,7 @@ def extend_embeddings(
         parts,
         config=settings,
         inputs=inputs,
-        info=info,
+        info=replace(old_info, fitted_items=num_fit),
         extends=earlier.ancestry,
     )
 

@@ -181,12 +181,12 @@ class ServedModel(PythonModel):
         return self.answer(body.dataframe_records, body.params)
 
     def read_body(self, data: bytes | bytearray, content_type: str | None) -> Any:
-        """Return the `body_class` of the JSON of an HTTP request.
+        """Parse the JSON body of an HTTP request.
 
         Args:
-            data: JSON of the request.
-            content_type: Value of its header. A page in a browser can post any type but
-                JSON to a server on localhost.
+            data: The body.
+            content_type: Value of its header. Types other than JSON are refused, as a
+                page in a browser can post them to a server on localhost.
         """
         content_type = content_type or ""
         if not content_type.startswith("application/json"):

@@ -56,12 +56,14 @@ WAIT_S = 30.0
 
 
 class RayBackend:
-    """A worker of Ray Train, which uploads the checkpoints and removes old ones.
+    """The backend of a worker of Ray Train.
+
+    Ray Train uploads checkpoints and removes old ones.
 
     Args:
         folder: Folder of the run.
         lines: Queue of lines that the driver prints.
-        watches: Whether nodes may be preempted.
+        watches: Whether to watch for notices that the node is preempted.
     """
 
     def __init__(self, folder: str, lines: Queue, watches: bool) -> None:

@@ -121,7 +121,7 @@ def run_training(
             check_continues(config, hashes, record)
             if is_complete(record, config.fit.max_epochs):
                 say(f"The run '{config.name}' is finished; nothing to do.")
-                return load_result(config, record, say, was_finished=True)
+                return report_result(config, record, say, was_finished=True)
         is_submitted = bool(os.environ.get("RAY_ADDRESS"))
         in_process = config.ray.num_workers == 1 and bool(
             trial.on_checkpoint or not is_submitted
@@ -160,7 +160,7 @@ def run_training(
     seconds = time.monotonic() - began
     epochs = pluralize(last.epoch, "epoch")
     say(f"Trained {config.model.name} for {epochs} in {seconds:.0f} s.")
-    return load_result(config, record, say)
+    return report_result(config, record, say)
 
 
 def is_complete(record: RunRecord, max_epochs: int) -> bool:
@@ -200,20 +200,20 @@ def check_continues(
         )
 
 
-def load_result(
+def report_result(
     config: TrainConfig,
     record: RunRecord,
     say: Callable[[str], None],
     was_finished: bool = False,
 ) -> TrainingResult:
-    """Return the result of a finished run, and print it."""
+    """Print the result of a finished run, and return it."""
     uri = join(config.folder, BEST)
     best, run = checkpoint.read(uri), record.run
     model_class = registry.find(best.name)
     if not (model_class.is_baseline or model_class.is_diagnostic):
         if chance := describe_chance_level(best.metrics):
             say(f"warning: no better than without training ({chance})")
-        if best.epoch == config.fit.max_epochs > config.fit.eval_every_epochs:
+        if config.fit.eval_every_epochs < config.fit.max_epochs == best.epoch:
             say("note: the best epoch is the last (fit.max_epochs)")
     metrics = [
         f"{name} {format_metric(best.metrics.get(name))}"

@@ -335,7 +335,7 @@ class AtSpeed(Student):
 
     @classmethod
     def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
-        """Return the kind's lines, and a line on the verification."""
+        """Return the lines of retrieval, and one with acceptance rate and passes."""
         return [
             *super().format_metrics(metrics_),
             f"  {metrics_['acceptance']:.1%} of the drafted steps accepted, "

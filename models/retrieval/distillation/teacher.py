@@ -101,15 +101,15 @@ def read_checkpoint(
     uri = checkpoint.locate(getattr(config, part), part)
     content = checkpoint.read(uri)
     checkpoint.check(content, uri, catalogue.versions, model)
-    weights = checkpoint.weights_hash(uri)
-    first_weights = getattr(config, f"{part}_hash")
-    if first_weights not in ("", weights):
+    weights_hash = checkpoint.weights_hash(uri)
+    first_hash = getattr(config, f"{part}_hash")
+    if first_hash not in ("", weights_hash):
         raise UserError(
             f"the {part} {uri} is not the one that this run started with: "
-            f"model.{part}_hash is {first_weights[:12]}, not {weights[:12]}",
+            f"model.{part}_hash is {first_hash[:12]}, not {weights_hash[:12]}",
             "name",
         )
-    return uri, content, weights
+    return uri, content, weights_hash
 
 
 def resolve_teacher(config: C, catalogue: Catalogue) -> C:

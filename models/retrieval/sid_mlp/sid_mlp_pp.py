@@ -196,19 +196,19 @@ class SidMlpPp(SidMlp):
         """
         if config.end_to_end:
             return resolve_teacher(config, catalogue)
-        uri, stage_1, weights = read_checkpoint(
+        uri, stage_1, encoder_hash = read_checkpoint(
             config, "encoder", catalogue, SidMlpPpEncoder.name
         )
         teacher = config.teacher or stage_1.model["teacher"]
         config = resolve_teacher(replace(config, teacher=teacher), catalogue)
-        stage_1_hash = stage_1.model["teacher_hash"]
-        if stage_1_hash != config.teacher_hash:
+        trained_with = stage_1.model["teacher_hash"]
+        if trained_with != config.teacher_hash:
             raise UserError(
-                f"the encoder {uri} matches another teacher ({stage_1_hash[:12]}) than "
+                f"the encoder {uri} matches another teacher ({trained_with[:12]}) than "
                 f"{config.teacher} ({config.teacher_hash[:12]})"
             )
         sizes = {f.name: stage_1.model[f.name] for f in fields(EncoderSizes)}
-        return replace(config, encoder=uri, encoder_hash=weights, **sizes)
+        return replace(config, encoder=uri, encoder_hash=encoder_hash, **sizes)
 
     def prepare_training(self, catalogue: Catalogue) -> list[str]:
         """Load the teacher, and the encoder trained in stage 1."""

@@ -373,9 +373,9 @@ def check_values(
 
 
 def join_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
-    """Join the features of items and of tables with times of their own.
+    """Join the features of items, and of each `as_of` table.
 
-    From the latter, the latest row of the item or user strictly before `at` is joined.
+    Of a table, the latest row of the item or user strictly before `at` is joined.
 
     Args:
         tables: Tables under audit, which are read into memory.

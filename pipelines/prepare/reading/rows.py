@@ -607,8 +607,8 @@ def read_section_file(section: Section, input_uri: str, file: str) -> Iterator[B
     types = pl.Schema(section.schema)
     texts = [*section.columns.values(), *filter(None, [section.where])]
     for frame in read_frames(uri, section, texts):
-        frame = take_rows(frame, section.where, uri)
-        rows = Rows(frame.with_missing, section.columns, uri)
+        parsed = take_rows(frame, section.where, uri)
+        rows = Rows(parsed.with_missing, section.columns, uri)
         for name in types:
             if name in ("user_id", "item_id"):
                 rows.parse_ids(name)
@@ -618,7 +618,7 @@ def read_section_file(section: Section, input_uri: str, file: str) -> Iterator[B
                 rows.parse_number(name)
             else:
                 rows.parse_text(name)
-        yield rows.block(frame, file, None, types)
+        yield rows.block(parsed, file, None, types)
 
 
 def read_events(

@@ -106,11 +106,11 @@ def window_counts(
 def count_features(
     counts: np.ndarray, num_rates: int, prior: float, strength: float
 ) -> np.ndarray:
-    """Return the features (E, F) of counts (E, W, M) with exposures at M = 0.
+    """Return the features (E, F) of counts (E, W, M).
 
-    Per window they are log(1 + count) of each label, then the rates of the first
-    `num_rates` labels after the exposures, smoothed to (count + prior * strength) /
-    (exposures + strength).
+    `counts[:, :, 0]` are exposures, the others labels. Features of a window are
+    log(1 + count) of each of the M, then the rates of the first `num_rates` labels,
+    smoothed to (count + prior * strength) / (exposures + strength).
     """
     logarithms = np.log1p(np.arange(1 + counts.max(initial=0)))[counts]
     rates = counts[:, :, 1 : 1 + num_rates] + prior * strength

@@ -109,7 +109,7 @@ class ActionsBuilder(SequenceBuilder):
         return ActionsCounter(self.actions, self.split)
 
     def open_events(self, events: pl.DataFrame, lookups: Lookups) -> pl.DataFrame:
-        """Return the events of a part, whose counts end at `count_time`."""
+        """Return the events of a part with `as_of`, the time at which counts end."""
         events = super().open_events(events, lookups)
         return events.with_columns(as_of=count_time(self.split))
 
