@@ -228,11 +228,10 @@ def prepare_tokenizer(name: str, model: Any) -> Any:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"the encoder {name} has no tokenizer")
     num_embeddings = model[0].auto_model.get_input_embeddings().num_embeddings
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= num_embeddings:
+    if max(tokenizer.get_vocab().values()) >= num_embeddings:
         raise UserError(
             f"the encoder {name} has {num_embeddings} token embeddings, its tokenizer "
-            f"has a token of id {largest}"
+            f"has tokens without one"
         )
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:

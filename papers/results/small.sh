@@ -7,6 +7,7 @@
 #                                            tables and runs go; MODEL: popularity own_items item_knn ease
 #                                            sequential_rules sasrec sasrec_sids sid_sasrec blend tiger sid_mlp; by default all
 #   SEEDS='42 43 44' LEVELS=2 CODES=256     as the quickstart: a code for at least 8 items, 3 levels above 16,384 items
+#   EPOCHS=40                                sid_sasrec on the simulated log, as in the quickstart; elsewhere those of its config
 #
 # A log without texts of items, such as yoochoose, gets vectors of its items from pairs of neighbours in its training window:
 # positive pointwise mutual information, singular vectors.
@@ -40,7 +41,7 @@ trained() {  # MODEL
     case $1 in
       sasrec) row "sasrec-$seed" sasrec "${fit[@]}" --model.item_vectors ids ;;
       sasrec_sids) row "sasrec_sids-$seed" sasrec "${fit[@]}" --model.item_vectors ids_and_sids ;;
-      sid_sasrec) row "sid_sasrec-$seed" sid_sasrec "${fit[@]}" ;;
+      sid_sasrec) row "sid_sasrec-$seed" sid_sasrec "${fit[@]}" ${EPOCHS:+--fit.max_epochs "$EPOCHS"} ;;
       blend) row "blend-$seed" blend --fit.seed "$seed" --model.first "$out/runs/sid_sasrec-$seed" \
         --model.second "$out/runs/sequential_rules" ;;
       tiger) row "tiger-$seed" tiger_small "${fit[@]}" --fit.max_epochs 35 ;;
