@@ -57,12 +57,6 @@ def flows(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(quickstart, "FLOWS", file)
 
 
-def find_rows(output: str, model: str) -> str:
-    """Return the model's rows in the tables of the comparison."""
-    lines = output.split("] Compare ")[1].splitlines()
-    return "\n".join(line for line in lines if line.startswith(f"| {model} "))
-
-
 @pytest.mark.parametrize(
     ("kind", "log", "model", "metric"),
     [
@@ -84,7 +78,12 @@ def test_a_simulated_log_becomes_a_table_of_models(
     assert "The log is simulated" in output
     file = tmp_path / log / "runs" / model / "best/evaluation-test.json"
     metrics = json.loads(file.read_text())["metrics"]
-    assert f"{metrics[metric]:.4f}" in find_rows(output, model)
+    rows = [
+        line
+        for line in output.split("] Compare ")[1].splitlines()
+        if line.startswith(f"| {model} ")
+    ]
+    assert f"{metrics[metric]:.4f}" in "".join(rows)
 
 
 def fail(config: QuickstartConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -13,45 +12,17 @@ import torch
 from core.files import join
 from models.dataset.dataset import Dataset
 from models.search.requests import SearchBatch
-from models.training_run import TrainingRun
-from pipelines.serving import package
 from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables, write_random_text
-from tests.fixtures.served_models import register_ranker
+from tests.fixtures.served_models import load_registered, register_ranker
 
 Row = dict[str, Any]
-
-
-def load_served(uri: str, **model_config: Any) -> Any:
-    """Load version 1 of `qgs` as MLflow serves it."""
-    with package.use_store(uri):
-        return mlflow.pyfunc.load_model(
-            "models:/qgs/1", model_config=model_config or None
-        )
 
 
 def serve(model: Any, request: Row) -> dict[str, float]:
     """Return the score of each candidate of a request."""
     ranked = model.predict(pd.DataFrame([request]))
     return dict(zip(ranked["item_id"][0], ranked["score"][0], strict=True))
-
-
-def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
-    """Return the probabilities that the module gives the candidates of a batch."""
-    with torch.no_grad():
-        logits = run.model.score(batch)[:, 0]  # type: ignore[operator]
-    return torch.sigmoid(logits).tolist()
-
-
-def load_with_history(run: TrainingRun) -> list[SearchBatch]:
-    """Load the test requests with more than 2 behaviours, in a batch each."""
-    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
-    batches = [examples.collate(np.array([n])) for n in range(len(examples))]
-    return [
-        batch
-        for batch in batches
-        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
-    ]
 
 
 def make_request(tables: str, batch: SearchBatch) -> Row:
@@ -85,7 +56,7 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
     tables = prepare_tables(tmp_path, raw, settings=settings)
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
     register_ranker(tmp_path, "qgs", tables, text)
-    model = load_served(uri)
+    model = load_registered(uri, "qgs")
     items = read_column(tables, "items", "item_id")
     rows = read_rows(tables, "sequences")
     requests = [request for row in rows for request in row["requests"]]
@@ -116,17 +87,24 @@ def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
     tables = prepare_tables(tmp_path, raw)
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
     run = register_ranker(tmp_path, "qgs", tables, text)
-    without_counts = load_served(uri)
-    with_history = load_with_history(run)
+    without_counts = load_registered(uri, "qgs")
+    examples = Dataset.load(run.model, run.catalogue, "test", max_history=8)
+    batches = [examples.collate(np.array([n])) for n in range(len(examples))]
+    with_history = [
+        batch
+        for batch in batches
+        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
+    ]
 
     for batch in with_history[:: len(with_history) // 3]:
         time = int(batch.request_time[0])
         request = make_request(tables, batch) | {"timestamp_ms": time}
         del request["features"]
-        scores = score_batch(run, batch)
+        with torch.no_grad():
+            scores = run.model.score(batch)[:, 0].sigmoid().tolist()
         expected = dict(zip(request["candidates"], scores, strict=True))
         prepare_tables(tmp_path, raw, settings={"counts_as_of": str(time)})
-        model = load_served(uri, counts=join(tables, "counts"))
+        model = load_registered(uri, "qgs", counts=join(tables, "counts"))
         later = {"timestamp_ms": time + 5 * 3_600_000}
 
         assert serve(model, request) == pytest.approx(expected, abs=1e-5)

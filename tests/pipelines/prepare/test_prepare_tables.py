@@ -280,3 +280,51 @@ def test_a_killed_append_leaves_the_tables_before_or_after_it(tmp_path):
 
     assert last_line > 5  # the tables are replaced after all are written
     assert content == read_content(tmp_path / "whole")
+
+
+PREPARE_AND_KILL = """
+import json, os, random, signal, sys, time
+
+import pipelines.prepare.prepare, ray.data
+from jobs import cli, prepare
+
+lines, words = json.loads(sys.argv[1])
+for kill_line in lines:  # each start is a fork, which saves the imports
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 1)
+        sys.stdout.reconfigure(line_buffering=True)
+        prepare.run(cli.config_from_words(prepare, words))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as output:
+        any(line.startswith(kill_line) for line in output)
+        time.sleep(random.uniform(0, 2 if kill_line.startswith("events") else 0.3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+"""
+"""A program that starts jobs.prepare once per line, and kills it a random time after the
+line is printed."""
+
+
+@pytest.mark.exhaustive
+def test_a_killed_and_repeated_run_on_ray_has_the_undisturbed_result(in_ray, tmp_path):
+    raw, out = write_log(tmp_path, 9), tmp_path / "out"
+    undisturbed = tmp_path / "undisturbed"
+    prepare_log(MAPPING, raw, undisturbed, partitions=6)
+    words = ["--source", f"{undisturbed}.yaml", "--input", str(raw)]
+    words += ["--output", str(out), "--partitions", "6"]
+    lines = ["events: reading", "events: reading", "items:"]
+
+    kills = [sys.executable, "-c", PREPARE_AND_KILL, json.dumps([lines, words])]
+    subprocess.run(kills, env=in_ray, check=True)
+    prepare_log(MAPPING, raw, out, partitions=6)
+
+    assert read_hashes(out) == read_hashes(undisturbed)
+    # no file of a killed run is left
+    present = {path.name for name in TABLES for path in (out / name).iterdir()}
+    assert present == list_parts(out) | {"manifest.json"}
+    for file in (out / "statistics.json", *out.glob("events/*.parquet")):
+        expected = (undisturbed / file.relative_to(out)).read_bytes()
+        assert file.read_bytes() == expected

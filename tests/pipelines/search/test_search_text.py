@@ -8,7 +8,6 @@ import shutil
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -25,8 +24,6 @@ from core.tables import Table, read_manifest
 from jobs import encode as job
 from models.search.catalogue import SearchCatalogue
 from models.text.text_encoder import TextEncoder
-from models.training import checkpoint
-from models.training.fit_config import FitConfig
 from pipelines.encode import texts as log_texts
 from pipelines.encode.config import EncodeConfig, TextConfig
 from pipelines.encode.texts import encode_log
@@ -36,8 +33,6 @@ from pipelines.prepare.kinds.simulation import (
     STYLES,
     TRAITS,
 )
-from pipelines.serving.package import write_bundle
-from pipelines.serving.served_model import ServedModel
 from tests.fixtures.commands import (
     prepare_log,
     read_column,
@@ -45,7 +40,8 @@ from tests.fixtures.commands import (
     run_job,
 )
 from tests.fixtures.encoders import encode_alone, save_bert
-from tests.fixtures.trainings import CASES, build_training
+from tests.fixtures.search_log import draw_searches, prepare_searches
+from tests.fixtures.served_models import load_bundle, serve_ranker
 
 pytestmark = pytest.mark.exhaustive
 
@@ -175,48 +171,20 @@ def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
 
 
 def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
-    tmp_path, ray_local
+    tmp_path,
 ):
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    rows = [
-        "u,s1,1600000001000,red lamp,a,1",
-        "u,s1,1600000001000,red lamp,b,0",
-        "u,s2,1600000002000,zzz,a,1",
-        "u,s3,1600000003000,,b,0",
-        "u,s4,1600000009000,red,b,1",
-    ]
-    (raw / "log.csv").write_text("user,search,ms,query,item,click\n" + "\n".join(rows))
-    (raw / "items.csv").write_text("item,title\na,red lamp shade\nb,blue lamp oil\n")
-    mapping = {
-        "files": "log.csv",
-        "user": "user",
-        "item": "item",
-        "request": "search",
-        "query": "query",
-        "time": {"column": "ms", "unit": "ms"},
-        "labels": {"click": {"column": "click"}},
-        "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
-        "prepare": {
-            "kind": "search",
-            "core": 0,
-            "behaviour": "click",
-            "split": {"by": "leave_last_out"},
-        },
-    }
-    tables = str(tmp_path / "tables")
-    prepare_log(mapping, raw, tmp_path / "tables")
+    """The words of the titles are `title` and numbers; a query is a colour or missing."""
+    tables, text = prepare_searches(tmp_path, draw_searches(40)), str(tmp_path / "text")
+    config = EncodeConfig(tables, text, "tfidf", embed=TextConfig(svd=1))
+    lines: list[str] = []
 
-    said: list[str] = []
-    text = str(tmp_path / "text")
-    manifests = encode_log(
-        EncodeConfig(tables, text, "tfidf", embed=TextConfig(svd=1)), say=said.append
-    )
+    manifests = encode_log(config, say=lines.append)
 
     assert manifests.keys() == {"items", "queries", "pairs"}
-    assert "1 without a known word" in " ".join(said)
-    # queries: red, red lamp, zzz
-    assert read_pair_keys(text) == [(0, 1), (0, 2), (1, -1), (1, 0), (1, 1)]
+    assert "3 without a known word" in " ".join(lines)
+    keys = read_pair_keys(text)
+    assert keys == read_pairs(tables)
+    assert min(query for _, query in keys) == -1
     assert np.isfinite(read_column(text, "pairs", "embedding")).all()
 
 
@@ -243,23 +211,6 @@ def build_request_rows(tables: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def serve_qgs(tables: str, text: str, folder: Path) -> ServedModel:
-    """Package an untrained QGS model with its embeddings and load it for serving."""
-    inputs = Inputs(tables, text=text)
-    setup = build_training(CASES["qgs"], FitConfig(batch_size=8), inputs)
-    checkpoint.save(folder / "qgs", setup.model, setup.checkpoint(epoch=1))
-    write_bundle(folder / "data", str(folder / "qgs"), inputs)
-    return load_served(folder / "data")
-
-
-def load_served(bundle: Path) -> ServedModel:
-    """Load a served model."""
-    served = ServedModel()
-    artifacts = {"data": str(bundle)}
-    served.load_context(SimpleNamespace(artifacts=artifacts, model_config=None))
-    return served
-
-
 @pytest.mark.parametrize("encoder", ["tfidf", "bert"])
 def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
     tables, tmp_path, request, encoder
@@ -268,7 +219,7 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
     name = request.getfixturevalue("bert") if encoder == "bert" else encoder
     config = TextConfig(max_tokens=24, svd=12)
     encode_log(EncodeConfig(tables, text, name, embed=config), say=str)
-    model = serve_qgs(tables, text, tmp_path)
+    _, model = serve_ranker({"name": "qgs"}, tmp_path, tables, text, max_history=8)
     rows = build_request_rows(tables)
 
     with warnings.catch_warnings():
@@ -307,4 +258,4 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
     table = pa.table({"text": vectors})
     pq.write_table(table, tmp_path / "data/encoder/documents.parquet")
     with pytest.raises(UserError, match="column text has the type"):
-        load_served(tmp_path / "data")
+        load_bundle(tmp_path / "data")
