@@ -137,18 +137,20 @@ def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights(
     assert whole == cut
 
 
-def write_sweep(folder: Path, tables: str) -> list[str]:
-    """Write the grid; return the words of its sweep."""
-    (folder / "grid.json").write_text(json.dumps(GRID))
-    words = ["jobs.sweep", "--grid", f"{folder}/grid.json", "--tables", tables]
-    return [*words, "--storage", str(folder)]
-
-
 def test_a_sweep_stopped_by_ctrl_c_continues_to_its_end(
     small, new_store, in_ray, tmp_path
 ):
     store = new_store(tmp_path)
-    words = write_sweep(tmp_path, small[0])
+    (tmp_path / "grid.json").write_text(json.dumps(GRID))
+    words = [
+        "jobs.sweep",
+        "--grid",
+        f"{tmp_path}/grid.json",
+        "--tables",
+        small[0],
+        "--storage",
+        str(tmp_path),
+    ]
     words += ["--name", "swept", "--fit.max_epochs", "3"]
 
     output, code = stop_command(
@@ -169,7 +171,9 @@ def test_a_killed_sweep_continues_to_the_results_of_an_undisturbed_one(
     small, new_store, in_ray, tmp_path
 ):
     store = new_store(tmp_path)
-    words = [*write_sweep(tmp_path, small[0]), "--concurrency", "1"]
+    (tmp_path / "grid.json").write_text(json.dumps(GRID))
+    words = ["jobs.sweep", "--grid", f"{tmp_path}/grid.json", "--tables", small[0]]
+    words += ["--storage", str(tmp_path), "--concurrency", "1"]
     words += ["--fit.max_epochs", "4", "--name"]
     undisturbed = run_command([*words, "quiet"], in_ray)
     assert undisturbed.returncode == 0, undisturbed.stderr
