@@ -119,14 +119,14 @@ class TrialReporter(Callback):
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
     ) -> None:
-        """Print a validation, or end the retries of a trial that was not just lost."""
+        """Print a validation, and set the retries: none after an error in the code."""
         if self.sweep.metric in result:
             print(
                 f"  {trial_name(trial)}  epoch {result[EPOCH]:>3}  "
                 f"{self.sweep.grid.metric} {format_metric(result[self.sweep.metric])}"
             )
-        if ERROR in result and not result[IS_LOST]:
-            trial.max_failures = 0  # another try would fail again
+        may_retry = result.get(IS_LOST, True)
+        trial.max_failures = self.sweep.config.ray.max_failures if may_retry else 0
 
     def on_trial_complete(
         self, iteration: int, trials: list, trial: Any, **info: Any
@@ -160,8 +160,7 @@ class TrialReporter(Callback):
     def print_end(self, trial: Any, trials: list, outcome: str) -> None:
         """Print how a trial has ended, and how many have."""
         ended = {trial, *(other for other in trials if other.is_finished())}
-        number = f"{len(ended)}/{len(self.sweep.trials)}"
-        print(f"[{number}] {trial_name(trial)} {outcome}")
+        print(f"[{len(ended)}/{len(self.sweep.trials)}] {trial_name(trial)} {outcome}")
 
 
 def trial_name(trial: Any) -> str:
@@ -437,8 +436,10 @@ def finish_sweep(
         logger.tag(**{tracking.BEST_TAG: best.run_id})
     logger.tag(**{tracking.COMPLETE_TAG: complete})
     experiment_id = client.get_run(run_id).info.experiment_id
-    query = f"tags.`{tracking.PARENT_TAG}` = '{run_id}'"
-    tracking.end_dead_runs(client, client.search_runs([experiment_id], query))
+    trials = client.search_runs(
+        [experiment_id], f"tags.`{tracking.PARENT_TAG}` = '{run_id}'"
+    )
+    tracking.end_dead_runs(client, trials)
     client.set_terminated(run_id, status)
     return results
 
