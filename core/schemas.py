@@ -205,7 +205,7 @@ class EventsInfo(TableInfo):
     last_ms: int
     """Last time of a behaviour."""
     grain_ms: int = 1
-    """Unused: an entry of tables that were made before."""
+    """Unused; it goes with the next format of the table."""
     stamps: dict[str, list[int]]
     """Size and modification time in ns of each raw file."""
     user_files: list[str]

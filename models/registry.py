@@ -93,7 +93,10 @@ def find_tokenizer(name: str) -> type[Tokenizer]:
 
 
 def _import_class(what: str, name: str, prefix: str = "") -> Any:
-    """Import and return the class of a name, the value of `{prefix}{what}.name`."""
+    """Import and return the class of a name.
+
+    Messages call the name `{prefix}{what}.name`.
+    """
     if ":" in name:
         found = own_code.find_class(name, what, "config_class")
         found.name = name

@@ -57,7 +57,7 @@ class Suggestion:
         column: Column | None = None,
         questions: Sequence[str] = (),
     ) -> None:
-        """Add a line, which is a doubt if there are questions about it or its column.
+        """Add a line; with questions about it or its column it also is a doubt.
 
         A mapping {a: a, b: b} is written as [a, b].
         """
