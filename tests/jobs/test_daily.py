@@ -194,6 +194,7 @@ def test_wrong_options_of_a_step_are_refused_before_any_work(tmp_path):
         ({"train": {"config": tiger, "model": {"dims": 2}}}, "'train.model.dims'"),
         ({"tokenize": {"tokenizer": "rqkmean"}}, "rqkmean"),
         ({"max_drop": {"ndgc@10": 0.1}}, "the nearest is 'ndcg@10'"),
+        ({"max_drop": {"ndcg@10": 2}}, "max_drop.ndcg@10"),
         ({"continue_training": {"fit": {"lr": -1}}}, "continue_training.fit.lr"),
         (
             {"train": {"config": tiger, "fit": {"metric": "ndgc@10"}}},

@@ -19,8 +19,10 @@ FULL = "[Node 192.0.2.7] OSError: [Errno 28] No space left on device"
     [
         (OSError(28, "No space left on device", "/mnt/x"), "/mnt/x"),
         (ControllerError(RuntimeEnvSetupError(FULL)), "192.0.2.7"),
+        (FileNotFoundError(2, "No such file", "/runs/run.json"), "run.json"),
         (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory"),
         (WorkerGroupError("failed", {1: MemoryError("1 EiB")}), "1 EiB"),
+        (torch.distributed.DistBackendError("NCCL error"), "NCCL error"),
     ],
 )
 def test_a_failure_of_the_machine_is_its_own_message(error, fragment):
